@@ -1,0 +1,7 @@
+"""`python -m mol`."""
+
+import sys
+
+from mol.cli import main
+
+sys.exit(main())

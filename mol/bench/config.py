@@ -1,0 +1,97 @@
+"""Arguments of the benchmark programs (no torch here). Models are given as configurations."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from mol.base import Frozen
+from mol.model.config import ModelConfig
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class Timed(Frozen):
+    """Common to every timing: warm-up calls, then `repeats` timed ones, median and spread."""
+
+    device: Device = "auto"
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    warmup: int = Field(2, ge=0)
+    repeats: PositiveInt = 5
+
+
+class PrefillBench(Timed):
+    """Table 7: prompt tokens a second at batch 1, model by model and length by length."""
+
+    program: Literal["prefill"] = "prefill"
+    models: dict[str, ModelConfig]
+    lengths: tuple[PositiveInt, ...]
+
+
+class DecodeBench(Timed):
+    """Table 12 and Appendix H: milliseconds a token with a cache of a given context, and
+    without a cache at the shortest one (the uplift of the cache)."""
+
+    program: Literal["decode"] = "decode"
+    models: dict[str, ModelConfig]
+    contexts: tuple[PositiveInt, ...]
+    batch_size: PositiveInt = 1
+
+
+class AttentionBench(Timed):
+    """Table 10: forward + backward of an isolated block, softmax against Gated DeltaNet."""
+
+    program: Literal["attention"] = "attention"
+    d_model: PositiveInt
+    n_heads: PositiveInt
+    d_ff: PositiveInt
+    batch_size: PositiveInt
+    lengths: tuple[PositiveInt, ...]
+
+
+class DispatchCase(Frozen):
+    top_k: PositiveInt
+    n_blocks: PositiveInt
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.top_k > self.n_blocks:
+            raise ValueError(f"top_k = {self.top_k} exceeds n_blocks = {self.n_blocks}")
+        return self
+
+
+class DispatchBench(Timed):
+    """2.3: forward time of one softmax split stage, dense restricted against sparse."""
+
+    program: Literal["dispatch"] = "dispatch"
+    d_model: PositiveInt
+    d_thin: PositiveInt
+    n_heads: PositiveInt
+    d_ff: PositiveInt
+    cases: tuple[DispatchCase, ...]
+    seq_len: PositiveInt
+    batch_size: PositiveInt
+    compiled: bool = False
+
+
+class LogitDiffBench(Frozen):
+    """2.3: largest logit difference between sparse dispatch and dense restricted attention."""
+
+    program: Literal["logit_diff"] = "logit_diff"
+    device: Device = "auto"
+    model: ModelConfig
+    seq_len: PositiveInt
+    batch_size: PositiveInt = 1
+
+
+class ShardingBench(Frozen):
+    """Appendix F: parameters and traffic a device holds when routed blocks are placed apart."""
+
+    program: Literal["sharding"] = "sharding"
+    model: ModelConfig
+    devices: int = Field(3, ge=2)
+
+
+Bench = Annotated[
+    PrefillBench | DecodeBench | AttentionBench | DispatchBench | LogitDiffBench | ShardingBench,
+    Field(discriminator="program"),
+]

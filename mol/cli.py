@@ -1,0 +1,52 @@
+"""`mol`: one subcommand a module, imported only when it is called."""
+
+import argparse
+import importlib
+import sys
+
+import pydantic
+
+from mol.base import UserError, one_line
+
+# name -> (module with configure(parser) and run(args), one-line help)
+COMMANDS = {
+    "plan": ("mol.plan.command", "list the runs of a scale and their cost"),
+    "status": ("mol.plan.status", "which runs are complete, which are missing"),
+    "counts": ("mol.model.command", "computed against printed parameter counts"),
+    "check-paper": ("mol.paper.command", "recompute the paper's derived numbers from its own"),
+    "audit": ("mol.report.audit_command", "reported against reproduced, with verdicts"),
+    "data": ("mol.data.command", "prepare a corpus: text, tokenizer, token shards"),
+    "train": ("mol.train.command", "train and evaluate one run of the plan"),
+    "eval": ("mol.evaluate.command", "perplexity of a trained run"),
+    "zeroshot": ("mol.evaluate.zero_shot_command", "score a trained run with lm-eval"),
+    "bench": ("mol.bench.command", "run one benchmark of the plan"),
+    "store": ("mol.store.command", "build, verify, export or query the database"),
+    "report": ("mol.report.command", "tables, figures and the HTML page"),
+    "track": ("mol.store.track_command", "mirror the records into MLflow"),
+    "selfcheck": ("mol.ops.command", "fast paths against plain references"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand; returns its exit code, 2 for bad input with one line on stderr."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="mol", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    for name, (module, summary) in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, description=summary)
+        if name == chosen:
+            importlib.import_module(module).configure(sub)
+    args = parser.parse_args(argv)
+    try:
+        return importlib.import_module(COMMANDS[args.command][0]).run(args) or 0
+    except pydantic.ValidationError as error:
+        message = str(one_line(error, error.title))
+    except UserError as error:
+        message = str(error)
+    print(f"mol {args.command}: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

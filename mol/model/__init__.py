@@ -1,0 +1,1 @@
+"""The paper's models. Import `mol.model.config` for configurations without importing torch."""

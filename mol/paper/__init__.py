@@ -1,0 +1,1 @@
+"""What the paper says, as data: reported cells, experiments, conditions."""

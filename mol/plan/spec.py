@@ -1,0 +1,107 @@
+"""A run's specification: all that decides its result, and the identity derived from it."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from mol.base import Frozen, digest
+from mol.bench.config import Bench
+from mol.data.config import DataSpec
+from mol.model.config import ModelConfig
+
+ScaleName = Literal["smoke", "proxy", "paper"]
+
+
+class OptimSpec(Frozen):
+    """AdamW with warm-up and cosine decay (4.2)."""
+
+    steps: PositiveInt
+    batch_size: PositiveInt  # sequences a step
+    lr: PositiveFloat
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    warmup_steps: int = Field(ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: NonNegativeFloat = 0.01
+    clip: PositiveFloat = 1.0
+    balance_alpha: NonNegativeFloat = 0.05
+    pad_targets: Literal["counted", "masked"] = "counted"
+    accumulate: PositiveInt = 1  # micro-batches a step
+    checkpoint_activations: bool = False
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.batch_size % self.accumulate:
+            raise ValueError(f"batch_size = {self.batch_size} is no multiple of accumulate")
+        if self.warmup_steps >= self.steps:
+            raise ValueError(f"warmup_steps = {self.warmup_steps} must be below steps")
+        return self
+
+
+class EvalSpec(Frozen):
+    """When and on how much text a run is evaluated."""
+
+    every: PositiveInt  # steps between points of the validation curve
+    curve_sequences: PositiveInt  # validation sequences of a curve point
+    final_sequences: PositiveInt | None = None  # at the end, each split; None: all
+
+
+class TrainSpec(Frozen):
+    """One training run with its evaluation."""
+
+    kind: Literal["train"] = "train"
+    scale: ScaleName
+    condition: str
+    model: ModelConfig
+    data: DataSpec
+    seq_len: PositiveInt
+    optim: OptimSpec
+    evaluation: EvalSpec
+    seed: int = Field(ge=0)
+    precision: Literal["fp32", "bf16"] = "fp32"
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.model.vocab_size < self.data.vocab_size:
+            raise ValueError(
+                f"model.vocab_size = {self.model.vocab_size} is below the tokenizer's "
+                f"{self.data.vocab_size}"
+            )
+        return self
+
+    @property
+    def run_id(self) -> str:
+        return f"{self.condition}-s{self.seed}-{digest(self)}"
+
+
+class ZeroShotSpec(Frozen):
+    """One trained model scored on the tasks of Tables 6 and 14 (Appendix K)."""
+
+    kind: Literal["zeroshot"] = "zeroshot"
+    scale: ScaleName
+    condition: str
+    train_run: str  # run_id of the model
+    tasks: tuple[str, ...]
+    limit: PositiveInt | None = None  # items a task; None: all
+    max_length: PositiveInt = 2048
+    seed: int = Field(ge=0)
+
+    @property
+    def run_id(self) -> str:
+        return f"zeroshot-{self.condition}-s{self.seed}-{digest(self)}"
+
+
+class BenchSpec(Frozen):
+    """One benchmark program with its arguments (E08, E13)."""
+
+    kind: Literal["bench"] = "bench"
+    scale: ScaleName
+    condition: str  # name of the benchmark
+    bench: Bench
+    seed: int = 0
+
+    @property
+    def run_id(self) -> str:
+        return f"bench-{self.condition}-{digest(self)}"
+
+
+RunSpec = Annotated[TrainSpec | ZeroShotSpec | BenchSpec, Field(discriminator="kind")]

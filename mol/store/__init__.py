@@ -1,0 +1,1 @@
+"""Records of runs, and the DuckDB database that is built from them."""
