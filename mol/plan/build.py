@@ -1,0 +1,147 @@
+"""The plan: every run of a scale, each specification once, and which experiments share it."""
+
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import yaml
+from pydantic import Field
+
+from mol.base import Frozen, UserError, one_line
+from mol.data.config import Source
+from mol.model.config import ModelConfig
+from mol.plan.experiments import PAPER, load_experiments
+from mol.plan.scale import smoke_model, train_spec
+from mol.plan.spec import BenchSpec, RunSpec, ScaleName, TrainSpec, ZeroShotSpec
+
+# Smoke scores a fixed handful of items, the first of each task (a subject, for MMLU).
+ZERO_SHOT_LIMIT = {"smoke": 8, "proxy": None, "paper": None}
+ZERO_SHOT_LENGTH = {"smoke": 512, "proxy": 2048, "paper": 2048}
+
+
+class Config(Frozen):
+    """`config/config.yaml`: the scale and where each corpus comes from."""
+
+    scale: ScaleName = "smoke"
+    sources: dict[str, Source] = {}
+    truthfulqa: str | None = None  # a local file of the hub's multiple_choice items
+    tracking: bool = True  # mirror the records into MLflow
+
+
+class Planned(Frozen):
+    """One run of the plan and the experiments that use it."""
+
+    spec: RunSpec = Field(discriminator="kind")
+    experiments: tuple[str, ...]
+
+    @property
+    def run_id(self) -> str:
+        return self.spec.run_id
+
+
+def read_config(source: Path | dict[str, Any]) -> Config:
+    """Check a configuration file, or the mapping that Snakemake read from it.
+
+    Raises UserError naming the file and the key.
+    """
+    name = str(source) if isinstance(source, Path) else "config"
+    try:
+        raw = yaml.safe_load(source.read_text("utf-8")) if isinstance(source, Path) else source
+        return Config.model_validate(raw or {})
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{name}: {' '.join(str(error).split())}") from None
+    except pydantic.ValidationError as error:
+        raise one_line(error, name) from None
+
+
+def _bench(name: str, scale: ScaleName, folder: Path) -> BenchSpec:
+    paper = load_experiments(folder)
+    entry = paper.benches[name]
+
+    def sized(slug: str) -> ModelConfig:
+        model = paper.model(slug)
+        shrink = scale == "smoke" and not entry.at_paper_size
+        return smoke_model(model, model.vocab_size) if shrink else model
+
+    arguments = {"program": entry.program} | (entry.model_extra or {})
+    arguments |= entry.smoke if scale == "smoke" else entry.paper
+    models = {slug: sized(slug) for slug in entry.models}
+    if entry.program in ("logit_diff", "sharding"):
+        (arguments["model"],) = models.values()
+    elif models:
+        arguments["models"] = models
+    try:
+        return BenchSpec(scale=scale, condition=name, bench=arguments)
+    except pydantic.ValidationError as error:
+        raise one_line(error, f"{folder / 'experiments.toml'}: benches.{name}") from None
+
+
+def _train_specs(scale: ScaleName, config: Config, folder: Path) -> dict[str, list[TrainSpec]]:
+    """Experiment id -> its training runs."""
+    paper = load_experiments(folder)
+    runs: dict[str, list[TrainSpec]] = {}
+    for name, experiment in paper.experiments.items():
+        for slug in experiment.conditions:
+            recipe = paper.recipes[paper.conditions[slug].recipe]
+            seeds = paper.seeds if slug in experiment.three_seeds else paper.seeds[:1]
+            for seed in seeds:
+                spec = train_spec(slug, paper.model(slug), recipe, seed, scale, config.sources)
+                runs.setdefault(name, []).append(spec)
+    return runs
+
+
+def plan(
+    scale: ScaleName = "smoke", config: Config | None = None, folder: Path = PAPER
+) -> list[Planned]:
+    """Every run of `scale`: training runs, then zero-shot, then benchmarks. Rows of the paper
+    that share a specification share the run."""
+    return list(_plan(scale, config or Config(scale=scale), folder))
+
+
+@functools.lru_cache(maxsize=8)
+def _plan_cached(scale: ScaleName, config_json: str, folder: Path) -> tuple[Planned, ...]:
+    config = Config.model_validate_json(config_json)
+    paper = load_experiments(folder)
+    specs: dict[str, RunSpec] = {}
+    users: dict[str, list[str]] = {}
+
+    def add(spec: RunSpec, experiment: str) -> None:
+        specs.setdefault(spec.run_id, spec)
+        users.setdefault(spec.run_id, []).append(experiment)
+
+    trained = _train_specs(scale, config, folder)
+    for name, runs in trained.items():
+        for spec in runs:
+            add(spec, name)
+    for name, experiment in paper.experiments.items():
+        for spec in trained.get(name, []) if experiment.zero_shot else []:
+            zero_shot = ZeroShotSpec(
+                scale=scale,
+                condition=spec.condition,
+                train_run=spec.run_id,
+                tasks=experiment.zero_shot,
+                limit=ZERO_SHOT_LIMIT[scale],
+                max_length=ZERO_SHOT_LENGTH[scale],
+                seed=spec.seed,
+            )
+            add(zero_shot, name)
+    for name, experiment in paper.experiments.items():
+        for bench in experiment.benches:
+            add(_bench(bench, scale, folder), name)
+    return [Planned(spec=spec, experiments=tuple(users[run_id])) for run_id, spec in specs.items()]
+
+
+def find_run(name: str, scale: ScaleName, config: Config | None = None) -> Planned:
+    """The planned run with this run_id, or the only one of this condition.
+
+    Raises UserError when there is none, or when a condition has several seeds.
+    """
+    runs = plan(scale, config)
+    exact = [run for run in runs if run.run_id == name]
+    found = exact or [run for run in runs if run.spec.condition == name]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise UserError(f"no run {name!r} at scale {scale}; `mol plan --scale {scale}` lists them")
+    options = ", ".join(run.run_id for run in found)
+    raise UserError(f"{name!r} names {len(found)} runs at scale {scale}; choose one of {options}")

@@ -1,0 +1,53 @@
+"""Which source files decide which results, as one hash a group.
+
+The workflow takes these hashes as inputs, so an edit reruns the stages it can change and no
+other: snakemake's own code trigger sees a rule's command line only, not the modules behind it.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Literal
+
+from mol.base import write_atomic
+
+ROOT = Path(__file__).parents[2]
+Group = Literal["data", "train", "zeroshot", "bench", "store", "report"]
+
+# Command lines and listings read results or parse arguments; they do not decide numbers.
+_SKIP = ("command.py", "_command.py", "counts.py", "selfcheck.py", "reference.py", "naive.py")
+_MODEL = ("mol/base.py", "mol/model/**/*.py", "mol/ops/**/*.py")
+_TRAIN = (*_MODEL, "mol/data/loader.py", "mol/train/*.py", "mol/evaluate/perplexity.py")
+GROUPS: dict[Group, tuple[str, ...]] = {
+    "data": tuple(
+        f"mol/data/{name}.py"
+        for name in ("hub", "wheel", "file", "sources", "tokenizers", "packing", "detokenize")
+    ),
+    "train": _TRAIN,
+    "zeroshot": (*_MODEL, "mol/evaluate/*.py", "mol/evaluate/tasks/**/*"),
+    "bench": (*_MODEL, "mol/bench/*.py"),
+    "store": ("mol/base.py", "mol/store/*.py", "mol/paper/**/*", "mol/report/verdicts.py"),
+    "report": ("mol/report/**/*", "mol/paper/**/*"),
+}
+
+
+def files_of(group: Group, root: Path = ROOT) -> list[Path]:
+    """The group's source files in a stable order."""
+    found = {path for pattern in GROUPS[group] for path in root.glob(pattern) if path.is_file()}
+    keep = (p for p in found if not p.name.endswith(_SKIP) and "__pycache__" not in p.parts)
+    return sorted(keep)
+
+
+def source_hash(group: Group, root: Path = ROOT) -> str:
+    """SHA-256 over the names and contents of the group's files."""
+    state = hashlib.sha256()
+    for path in files_of(group, root):
+        state.update(f"{path.relative_to(root)}\0".encode())
+        state.update(path.read_bytes() + b"\0")
+    return state.hexdigest()
+
+
+def write_if_changed(path: Path, content: str) -> Path:
+    """Keep an unchanged file's modification time, which is what triggers a rerun."""
+    if not path.is_file() or path.read_text("utf-8") != content:
+        write_atomic(path, content)
+    return path

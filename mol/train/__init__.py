@@ -1,0 +1,1 @@
+"""Training: loop, optimizer, schedule, checkpoint, and the record of a run."""

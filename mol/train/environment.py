@@ -1,0 +1,80 @@
+"""What a run ran on and from: hardware, versions, commit, code hash."""
+
+import functools
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from mol.plan.hashes import ROOT, Group, source_hash
+from mol.store.record import Hardware, Provenance
+
+PACKAGES = ("torch", "numpy", "tokenizers", "triton", "flash-linear-attention", "lm_eval")
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """`auto` takes the GPU where there is one. Raises ValueError when the named one is absent."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda: torch sees no GPU here; use --device cpu")
+    return torch.device(name)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if "model name" in line)
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def hardware(device: str | torch.device) -> Hardware:
+    """Exact names: GPU as the driver gives it, CPU as the kernel does."""
+    kind = torch.device(device).type
+    if kind == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, memory = properties.name, properties.total_memory
+    else:
+        name, memory = _cpu_name(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    threads = torch.get_num_threads()
+    return Hardware(device=kind, name=name, threads=threads, memory_gib=round(memory / 2**30, 1))
+
+
+def _git(*words: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def provenance(group: Group, data: dict[str, str] | None = None) -> Provenance:
+    """Commit, cleanliness of the tree, versions and the hash of the code that decides `group`."""
+    status = _git("status", "--porcelain", "--untracked-files=no")
+    return Provenance(
+        git_commit=_git("rev-parse", "HEAD"),
+        dirty=None if status is None else bool(status),
+        code_sha256=source_hash(group),
+        versions=_versions(),
+        data=data or {},
+        command=shlex.join(["mol", *sys.argv[1:]]),
+    )
