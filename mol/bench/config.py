@@ -20,11 +20,13 @@ class Timed(Frozen):
 
 
 class PrefillBench(Timed):
-    """Table 7: prompt tokens a second at batch 1, model by model and length by length."""
+    """Table 7: prompt tokens a second at batch 1, model by model and length by length. Models
+    with routed blocks are timed once by each of `paths`: all blocks in one pass, or a loop."""
 
     program: Literal["prefill"] = "prefill"
     models: dict[str, ModelConfig]
     lengths: tuple[PositiveInt, ...]
+    paths: tuple[Literal["one_pass", "loop"], ...] = ("one_pass",)
 
 
 class DecodeBench(Timed):
@@ -91,7 +93,22 @@ class ShardingBench(Frozen):
     devices: int = Field(3, ge=2)
 
 
+class TrainStepBench(Timed):
+    """Forward, backward and AdamW update of one condition (not a row of the paper)."""
+
+    program: Literal["train_step"] = "train_step"
+    models: dict[str, ModelConfig]
+    seq_len: PositiveInt
+    batch_size: PositiveInt
+
+
 Bench = Annotated[
-    PrefillBench | DecodeBench | AttentionBench | DispatchBench | LogitDiffBench | ShardingBench,
+    PrefillBench
+    | DecodeBench
+    | AttentionBench
+    | DispatchBench
+    | LogitDiffBench
+    | ShardingBench
+    | TrainStepBench,
     Field(discriminator="program"),
 ]
