@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,14 @@ def sha256_file(path: Path) -> str:
     """SHA-256 of a file's content as 64 hex digits."""
     with open(path, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table of a TOML file. Raises UserError naming the file."""
+    try:
+        return tomllib.loads(Path(path).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
