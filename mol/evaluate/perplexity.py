@@ -1,0 +1,203 @@
+"""Perplexity with its unit, PAD rule, context, stride and split; every token scored once.
+
+Shapes: B sequences, T tokens of context, D width, E routed blocks, k chosen ones.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from mol.data.loader import eval_sequences
+from mol.model.config import ModelConfig, SplitLayer
+from mol.ops.cross_entropy import linear_cross_entropy
+from mol.store.record import Metric, Protocol
+
+
+@dataclass
+class Tally:
+    """Sums over the scored targets; nats. `real` leaves PAD targets out, `all` counts them."""
+
+    nll_real: float = 0.0
+    square_real: float = 0.0  # of per-sequence sums, for the standard error
+    n_real: int = 0
+    nll_all: float = 0.0
+    n_all: int = 0
+    sequences: int = 0
+    words: int = 0
+    bytes: int = 0
+    per_sequence: list[tuple[float, int]] = field(default_factory=list)
+    gap_sum: float = 0.0
+    gap_pairs: int = 0
+    block_gap_sum: float = 0.0
+    block_gaps: int = 0
+    covered: float = 0.0
+    coverages: int = 0
+
+
+def inter_token_gaps(
+    route_BTk: torch.Tensor, real_BT: torch.Tensor, n_blocks: int, tally: Tally
+) -> None:
+    """Distance in positions between consecutive real tokens of one block (3.1).
+
+    Averaged two ways, since the paper does not say which: over all pairs of consecutive tokens
+    (equal loads at density k/E give E/k), and over blocks, where a nearly idle block weighs as
+    much as a busy one.
+    """
+    B, T, _ = route_BTk.shape
+    chosen_BTE = torch.zeros(B, T, n_blocks, dtype=torch.bool, device=route_BTk.device)
+    chosen_BTE.scatter_(2, route_BTk, True)
+    chosen_BTE &= real_BT[..., None]
+    count_BE = chosen_BTE.sum(1)
+    position_T = torch.arange(T, device=route_BTk.device)[:, None]
+    last_BE = torch.where(chosen_BTE, position_T, -1).amax(1)
+    first_BE = torch.where(chosen_BTE, position_T, T).amin(1)
+    pairs_BE, span_BE = count_BE - 1, last_BE - first_BE
+    several_BE = pairs_BE > 0
+    tally.gap_sum += float(span_BE[several_BE].sum())
+    tally.gap_pairs += int(pairs_BE[several_BE].sum())
+    tally.block_gap_sum += float((span_BE[several_BE] / pairs_BE[several_BE]).sum())
+    tally.block_gaps += int(several_BE.sum())
+    tally.covered += float(count_BE.sum() / (n_blocks * real_BT.sum()))
+    tally.coverages += 1
+
+
+def routed_blocks(config: ModelConfig) -> list[int]:
+    """Routed blocks of each layer that reports its routes."""
+    split = (layer for layer in config.layers() if isinstance(layer, SplitLayer))
+    return [layer.n_routed for layer in split if layer.router == "linear"]
+
+
+@torch.no_grad()
+def score(
+    model,
+    sequences: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    batch_size: int,
+    device: torch.device,
+    bf16: bool = False,
+) -> tuple[Tally, list[np.ndarray]]:
+    """Score (inputs_T, targets_T, real_T) sequences; also returns each one's real target ids."""
+    tally, targets = Tally(), []
+    blocks = routed_blocks(model.config)
+    was_training = model.training
+    model.eval()
+    pending = []
+
+    def flush() -> None:
+        inputs, labels, real = (torch.stack(part).to(device) for part in zip(*pending, strict=True))
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            output = model(inputs)
+            nll = linear_cross_entropy(
+                output.hidden.flatten(0, 1), model.embedding.weight, labels.flatten()
+            )
+        nll_BT = nll.view(labels.shape).double()
+        real_B = (nll_BT * real).sum(1).tolist()
+        counts_B = real.sum(1).tolist()
+        tally.per_sequence += zip(real_B, counts_B, strict=True)
+        tally.nll_real += sum(real_B)
+        tally.n_real += sum(counts_B)
+        tally.nll_all += float(nll_BT.sum())
+        tally.n_all += nll_BT.numel()
+        tally.sequences += len(pending)
+        for route_BTk, n_blocks in zip(output.routes, blocks, strict=True):
+            inter_token_gaps(route_BTk, real, n_blocks, tally)
+        targets.extend(row[mask].cpu().numpy() for row, mask in zip(labels, real, strict=True))
+        pending.clear()
+
+    for sequence in sequences:
+        pending.append(sequence)
+        if len(pending) == batch_size:
+            flush()
+    if pending:
+        flush()
+    model.train(was_training)
+    return tally, targets
+
+
+def mean_and_error(tally: Tally) -> tuple[float, float | None]:
+    """Nats per real token, and the standard error of that ratio over sequences."""
+    mean = tally.nll_real / tally.n_real
+    if tally.sequences < 2:
+        return mean, None
+    residual = sum((nll - mean * n) ** 2 for nll, n in tally.per_sequence)
+    n = tally.sequences
+    return mean, math.sqrt(residual * n / (n - 1)) / tally.n_real
+
+
+def text_size(folder: Path, targets: list[np.ndarray]) -> tuple[int, int]:
+    """Bytes and whitespace-separated words of the scored tokens. A word cut by a sequence
+    boundary counts on both sides."""
+    token_bytes = np.load(folder / "token_bytes.npy")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = tokenizer.decode_batch([ids.tolist() for ids in targets])
+    return sum(int(token_bytes[ids].sum()) for ids in targets), sum(len(t.split()) for t in texts)
+
+
+def evaluate_split(
+    model,
+    folder: Path,
+    split: str,
+    seq_len: int,
+    limit: int | None,
+    batch_size: int,
+    device: torch.device,
+    tokenizer: str,
+    padded: bool,
+    bf16: bool = False,
+) -> list[Metric]:
+    """Every perplexity figure of one split, each with its protocol and counts.
+
+    `tokenizer` is the protocol's name for it. Padded data give two figures, with PAD targets
+    masked and counted, which are never to be compared with one another.
+    """
+    sequences = eval_sequences(folder, split, seq_len, limit)
+    tally, targets = score(model, sequences, batch_size, device, bf16)
+    n_bytes, n_words = text_size(folder, targets)
+    nll, error = mean_and_error(tally)
+
+    def protocol(pad: str) -> Protocol:
+        layout = "chunked" if padded else "stream"
+        return Protocol(
+            tokenizer=tokenizer, pad=pad, layout=layout, context=seq_len, stride=seq_len, split=split
+        )
+
+    plain = protocol("masked" if padded else "none")
+    total, ppl = tally.nll_real, math.exp(nll)
+    common = {"protocol": plain}
+    metrics = [
+        Metric(name="nll", value=nll, unit="nat/token", n=tally.n_real, stderr=error, **common),
+        Metric(
+            name="ppl", value=ppl, unit="ppl/token", n=tally.n_real,
+            stderr=error and ppl * error, **common,
+        ),
+        Metric(name="ppl_word", value=math.exp(total / n_words), unit="ppl/word", n=n_words, **common),
+        Metric(
+            name="bits_per_byte", value=total / math.log(2) / n_bytes, unit="bit/byte", n=n_bytes,
+            **common,
+        ),
+    ]  # fmt: skip
+    if padded:
+        nll_all = tally.nll_all / tally.n_all
+        counted = {"n": tally.n_all, "protocol": protocol("pad_counted")}
+        metrics += [
+            Metric(name="nll", value=nll_all, unit="nat/token", **counted),
+            Metric(name="ppl", value=math.exp(nll_all), unit="ppl/token", **counted),
+        ]
+    if tally.gap_pairs:
+        label = {"labels": {"split": split}}
+        metrics += [
+            Metric(
+                name="inter_token_gap", value=tally.gap_sum / tally.gap_pairs, unit="token",
+                n=tally.gap_pairs, **label,
+            ),
+            Metric(
+                name="inter_token_gap_by_block", value=tally.block_gap_sum / tally.block_gaps,
+                unit="token", n=tally.block_gaps, **label,
+            ),
+            Metric(name="coverage", value=tally.covered / tally.coverages, unit="fraction", **label),
+        ]  # fmt: skip
+    return metrics

@@ -1,0 +1,75 @@
+"""`mol plan`: the runs of a scale, what they train on and what they cost."""
+
+import argparse
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from mol.base import UserError
+from mol.plan.build import Planned, plan
+from mol.plan.experiments import load_experiments
+from mol.plan.select import add_scale_arguments, chosen_config
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_scale_arguments(parser)
+    parser.add_argument("--experiment", metavar="ID", help="only this one, for example E06")
+    parser.add_argument("--json", action="store_true", help="print a list of rows")
+
+
+def row(planned: Planned) -> dict:
+    """One run as a flat row; tokens and training operations (6 per active weight and token)."""
+    spec = planned.spec
+    found = {
+        "run_id": planned.run_id,
+        "kind": spec.kind,
+        "scale": spec.scale,
+        "condition": spec.condition,
+        "seed": spec.seed,
+        "experiments": list(planned.experiments),
+    }
+    if spec.kind != "train":
+        return found
+    from mol.model.counts import active_parameters, total_parameters
+
+    tokens = spec.optim.steps * spec.optim.batch_size * spec.seq_len
+    active = active_parameters(spec.model, "with_delta_extras")
+    return found | {
+        "corpus": spec.data.corpus,
+        "source": spec.data.source.kind,
+        "steps": spec.optim.steps,
+        "tokens": tokens,
+        "params_total": total_parameters(spec.model),
+        "params_active": active,
+        "train_flop": 6 * active * tokens,
+    }
+
+
+def run(args: argparse.Namespace) -> int:
+    config = chosen_config(args)
+    runs = plan(config.scale, config)
+    if args.experiment:
+        known = load_experiments().experiments
+        if args.experiment not in known:
+            raise UserError(f"--experiment {args.experiment}: known are {', '.join(known)}")
+        runs = [planned for planned in runs if args.experiment in planned.experiments]
+    rows = [row(planned) for planned in runs]
+    if args.json:
+        print(json.dumps(rows, indent=1))
+        return 0
+    table = Table(title=f"{len(rows)} runs at scale {config.scale}")
+    for heading in ("run", "experiments", "corpus", "steps", "tokens", "parameters", "active", "TFLOP"):
+        text = heading in ("run", "experiments", "corpus")
+        table.add_column(heading, justify="left" if text else "right", overflow="fold")
+    for item in rows:
+        figures = [item.get(key) for key in ("steps", "tokens", "params_total", "params_active")]
+        table.add_row(
+            item["run_id"],
+            " ".join(item["experiments"]),
+            item.get("corpus", item["kind"]),
+            *("" if figure is None else f"{figure:,}" for figure in figures),
+            f"{item['train_flop'] / 1e12:,.1f}" if "train_flop" in item else "",
+        )
+    Console().print(table)
+    return 0

@@ -1,0 +1,73 @@
+"""How a command line names a run: a specification file, or a run of the plan."""
+
+import argparse
+from pathlib import Path
+
+import pydantic
+from pydantic import TypeAdapter
+
+from mol.base import UserError, one_line
+from mol.plan.build import Config, find_run, read_config
+from mol.plan.spec import RunSpec, ScaleName
+
+RESULTS = Path("results")
+SCALES = ("smoke", "proxy", "paper")
+_RUN_SPEC: TypeAdapter[RunSpec] = TypeAdapter(RunSpec)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--spec FILE`, or `--run NAME` of the plan at `--scale`, and where results lie."""
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--run", metavar="NAME", help="run_id or condition, see `mol plan`")
+    which.add_argument("--spec", type=Path, metavar="FILE", help="specification as JSON")
+    add_scale_arguments(parser)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="default: results")
+
+
+def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--scale` and `--config`, the two that decide a plan."""
+    parser.add_argument("--scale", choices=SCALES, help="default: the configuration's")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="default: config/config.yaml where present"
+    )
+
+
+def chosen_config(args: argparse.Namespace) -> Config:
+    """The configuration that `--config` and `--scale` select.
+
+    Raises UserError when the named file is absent or wrong.
+    """
+    default = Path("config/config.yaml")
+    path = args.config or (default if default.is_file() else None)
+    config = read_config(path) if path else Config()
+    return config.model_copy(update={"scale": args.scale}) if args.scale else config
+
+
+def read_spec(path: Path) -> RunSpec:
+    """A specification file. Raises UserError naming the file and the key."""
+    try:
+        return _RUN_SPEC.validate_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; give a specification written by mol plan") from None
+    except pydantic.ValidationError as error:
+        raise one_line(error, str(path)) from None
+
+
+def selected_spec(args: argparse.Namespace, kind: str) -> RunSpec:
+    """The run that the command line names, which must be of `kind`."""
+    if args.spec:
+        spec = read_spec(args.spec)
+    else:
+        config = chosen_config(args)
+        spec = find_run(args.run, config.scale, config).spec
+    if spec.kind != kind:
+        raise UserError(f"{spec.run_id} is a {spec.kind} run, this command takes {kind} runs")
+    return spec
+
+
+def run_folder(results: Path, spec: RunSpec) -> Path:
+    return results / "runs" / spec.scale / spec.run_id
+
+
+def corpus_folder(results: Path, scale: ScaleName, folder: str) -> Path:
+    return results / "data" / scale / folder

@@ -1,0 +1,91 @@
+"""Checkpoints: one file to resume from (`state.pt`), one with the weights (`model.safetensors`).
+
+Both are written beside their place and renamed, so a killed job leaves the last whole one.
+Neither executes code when read.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from mol.base import UserError
+
+STATE, WEIGHTS = "state.pt", "model.safetensors"
+
+
+def _sync_rename(source: Path, target: Path) -> None:
+    with open(source, "rb") as handle:
+        os.fsync(handle.fileno())
+    os.replace(source, target)
+
+
+def save_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write everything a resumed run needs (tensors and plain Python values) to `state.pt`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f".{STATE}.{os.getpid()}"
+    try:
+        torch.save(state, part)
+        _sync_rename(part, folder / STATE)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_state(folder: Path, run_id: str) -> dict[str, Any] | None:
+    """The saved state, or None where there is none. Raises UserError on a broken or foreign
+    file, naming it and the way out."""
+    path = folder / STATE
+    if not path.exists():
+        return None
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises a different type for each way a file can be broken
+        reason = str(error).split("\n")[0]
+        raise UserError(f"{path}: unreadable checkpoint ({reason}); delete it to restart") from None
+    found = state.get("run_id") if isinstance(state, dict) else None
+    if found != run_id:
+        raise UserError(f"{path}: belongs to run {found!r}, not {run_id!r}; delete it to restart")
+    return state
+
+
+def save_weights(folder: Path, model: nn.Module, metadata: dict[str, str]) -> None:
+    """Write the weights in fp32 with `metadata` (run_id, config, tokenizer hash)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: p.detach().float().cpu().contiguous() for name, p in model.state_dict().items()}
+    part = folder / f".{WEIGHTS}.{os.getpid()}"
+    try:
+        save_file(tensors, part, metadata=metadata)
+        _sync_rename(part, folder / WEIGHTS)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_weights(folder: Path, model: nn.Module, tokenizer_sha256: str) -> None:
+    """Load `model.safetensors` into `model`, refusing another tokenizer's checkpoint.
+
+    Raises UserError when the file is absent, broken, or does not fit model or tokenizer.
+    """
+    path = folder / WEIGHTS
+    try:
+        with safe_open(path, framework="pt") as handle:
+            metadata = handle.metadata() or {}
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}
+    except FileNotFoundError:
+        raise UserError(f"{path}: no weights; train the run first (mol train)") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: unreadable weights ({error}); delete the folder and retrain") from None
+    trained_with = metadata.get("tokenizer_sha256")
+    if trained_with != tokenizer_sha256:
+        raise UserError(
+            f"{path}: trained with tokenizer {str(trained_with)[:12]}, the corpus has "
+            f"{tokenizer_sha256[:12]}; prepare the corpus it was trained on"
+        )
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: does not fit the run's model ({reason})") from None

@@ -1,0 +1,60 @@
+"""`mol train`: one run from specification to record."""
+
+import argparse
+
+import torch
+from tqdm import tqdm
+
+from mol.base import UserError
+from mol.data.packing import prepare
+from mol.plan.select import add_run_arguments, corpus_folder, run_folder, selected_spec
+from mol.train.environment import pick_device
+from mol.train.loop import Progress
+from mol.train.run import execute
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_run_arguments(parser)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--threads", type=int, help="CPU threads; results depend on their number")
+    parser.add_argument("--checkpoint-every", type=int, metavar="STEPS")
+    parser.add_argument("--stop-after", type=int, metavar="STEPS", help="checkpoint and leave")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--json", action="store_true", help="print the record")
+
+
+def run(args: argparse.Namespace) -> int:
+    spec = selected_spec(args, "train")
+    for name in ("threads", "checkpoint_every", "stop_after"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    corpus = corpus_folder(args.results, spec.scale, spec.data.folder)
+    prepare(spec.data, corpus)
+    bar = tqdm(total=spec.optim.steps, disable=args.quiet or None, unit="step", desc=spec.run_id)
+
+    def show(progress: Progress) -> None:
+        bar.n = progress.step
+        bar.set_postfix_str(f"loss {progress.loss:.3f}, {progress.tokens_per_s:,.0f} tok/s")
+
+    with bar:
+        record = execute(
+            spec,
+            corpus,
+            run_folder(args.results, spec),
+            pick_device(args.device),
+            checkpoint_every=args.checkpoint_every,
+            stop_after=args.stop_after,
+            on_step=show,
+        )
+    if record is None:
+        print(f"{spec.run_id}: stopped at step {args.stop_after}; the same command resumes")
+    elif args.json:
+        print(record.model_dump_json(indent=1))
+    else:
+        ppl = next(metric for metric in record.metrics if metric.name == "ppl")
+        pad = ppl.protocol.pad
+        print(f"{spec.run_id}: validation perplexity {ppl.value:.2f} (PAD {pad}), {record.wall_s:.1f} s")
+    return 0

@@ -1,0 +1,122 @@
+"""One run from specification to record: train, evaluate both held-out splits, write."""
+
+import json
+import math
+import resource
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from mol.data.packing import CorpusMeta, load_meta
+from mol.evaluate.perplexity import evaluate_split
+from mol.model.counts import active_parameters, total_parameters
+from mol.plan.spec import TrainSpec
+from mol.store.record import Metric, Record, save_record
+from mol.train.checkpoint import STATE, save_weights
+from mol.train.environment import hardware, provenance
+from mol.train.loop import Trained, train, write_curve
+
+
+def data_hashes(meta: CorpusMeta) -> dict[str, str]:
+    """What a record says of its data: source, license and the hashes that pin it."""
+    shards = {f"{name}_sha256": split.sha256 for name, split in meta.splits.items()}
+    return {
+        "corpus": meta.spec.corpus,
+        "source": meta.source.name,
+        "source_sha256": meta.source.sha256,
+        "license": meta.source.license,
+        "tokenizer_sha256": meta.tokenizer_sha256,
+        **shards,
+    }
+
+
+def tokenizer_name(meta: CorpusMeta) -> str:
+    """Name and hash of a tokenizer as protocols carry it."""
+    return f"{meta.spec.tokenizer}:{meta.tokenizer_sha256[:12]}"
+
+
+def _counts(spec: TrainSpec) -> list[Metric]:
+    def active(rule: str) -> Metric:
+        value = active_parameters(spec.model, rule)
+        return Metric(name="params_active", value=value, unit="count", labels={"rule": rule})
+
+    total = Metric(name="params_total", value=total_parameters(spec.model), unit="count")
+    return [total, active("with_delta_extras"), active("without_delta_extras")]
+
+
+def _speed(spec: TrainSpec, trained: Trained, device: torch.device) -> list[Metric]:
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    steps_per_s = trained.steps_done / trained.train_seconds
+    tokens = spec.optim.batch_size * spec.seq_len
+    return [
+        Metric(name="train_steps_per_s", value=steps_per_s, unit="step/s", n=trained.steps_done),
+        Metric(name="train_tokens_per_s", value=steps_per_s * tokens, unit="token/s"),
+        Metric(name="train_wall_s", value=trained.train_seconds, unit="s"),
+        Metric(name="epochs", value=trained.epochs, unit="epoch"),
+        Metric(name="peak_memory", value=peak, unit="byte"),
+    ]
+
+
+def _held_out(spec: TrainSpec, trained: Trained, corpus: Path, meta: CorpusMeta, device):
+    for split in ("validation", "test"):
+        yield from evaluate_split(
+            trained.model,
+            corpus,
+            split,
+            spec.seq_len,
+            spec.evaluation.final_sequences,
+            spec.optim.batch_size,
+            device,
+            tokenizer_name(meta),
+            spec.data.layout.kind == "padded",
+            spec.precision == "bf16",
+        )
+
+
+def execute(spec: TrainSpec, corpus: Path, out: Path, device: torch.device, **options) -> Record | None:
+    """Train and evaluate `spec`, leaving config, curve, weights and record in `out`.
+
+    Returns None when `stop_after` ended the call before the last step: the checkpoint is then
+    all there is. Other `options` are those of `mol.train.loop.train`.
+    """
+    started, clock = datetime.now(UTC), time.monotonic()
+    meta = load_meta(corpus)
+    trained = train(spec, corpus, out, device, **options)
+    if trained.steps_done < spec.optim.steps:
+        return None
+    metrics = [
+        *_held_out(spec, trained, corpus, meta, device),
+        *_counts(spec),
+        *_speed(spec, trained, device),
+    ]
+    assert all(math.isfinite(metric.value) for metric in metrics)
+    save_weights(
+        out,
+        trained.model,
+        {
+            "run_id": spec.run_id,
+            "tokenizer_sha256": meta.tokenizer_sha256,
+            "config": json.dumps(spec.model.model_dump(mode="json")),
+        },
+    )
+    write_curve(out / "curve.parquet", trained.curve)
+    record = Record(
+        run_id=spec.run_id,
+        spec=spec,
+        status="complete",
+        started=started,
+        finished=datetime.now(UTC),
+        wall_s=time.monotonic() - clock,
+        hardware=hardware(device),
+        provenance=provenance("train", data_hashes(meta)),
+        metrics=tuple(metrics),
+        notes=(f"text: {meta.source.name}",),
+    )
+    save_record(out, record)
+    (out / STATE).unlink(missing_ok=True)
+    return record
