@@ -1,0 +1,1 @@
+"""Perplexity with typed units, and zero-shot scores through lm-eval."""

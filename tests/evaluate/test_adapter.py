@@ -1,0 +1,200 @@
+"""The adapter against lm-eval's own Hugging Face adapter on the same weights."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from mol.base import UserError
+from mol.evaluate.adapter import HarnessModel
+
+EOS = "<|endoftext|>"
+MAX_LENGTH = 48
+WORDS = (
+    "the a river stone mountain walked over under quick brown fox jumps Répète 42 , . ? B C".split()
+)
+
+
+class Gpt2Forward(torch.nn.Module):
+    """A transformers GPT-2 behind the suite's forward interface."""
+
+    def __init__(self, model: GPT2LMHeadModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids_BT):
+        return SimpleNamespace(hidden=self.model.transformer(ids_BT).last_hidden_state)
+
+    def logits(self, hidden):
+        return self.model.lm_head(hidden)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    bpe = ByteLevelBPETokenizer()
+    lines = [" ".join(random.Random(i).choices(WORDS, k=12)) for i in range(200)]
+    bpe.train_from_iterator(lines, vocab_size=330, special_tokens=[EOS], show_progress=False)
+    return Tokenizer.from_str(bpe.to_str())
+
+
+@pytest.fixture(scope="module")
+def gpt2(tokenizer) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    size = tokenizer.get_vocab_size()
+    config = GPT2Config(
+        vocab_size=size, n_positions=64, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3
+    )
+    return GPT2LMHeadModel(config).eval()
+
+
+def ours(gpt2, tokenizer, batch_size=8, max_length=MAX_LENGTH, **options) -> HarnessModel:
+    prefix = tokenizer.token_to_id(EOS)
+    return HarnessModel(
+        Gpt2Forward(gpt2),
+        tokenizer,
+        prefix_token=prefix,
+        max_length=max_length,
+        batch_size=batch_size,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def stock(gpt2, tokenizer) -> HFLM:
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS)
+    return HFLM(
+        pretrained=gpt2, tokenizer=fast, backend="causal", max_length=MAX_LENGTH, batch_size=4
+    )
+
+
+def instances(kind: str, arguments: list[tuple]) -> list[Instance]:
+    return [Instance(kind, {}, args, i) for i, args in enumerate(arguments)]
+
+
+def phrase(rng: random.Random, low: int, high: int) -> str:
+    return " ".join(rng.choices(WORDS, k=rng.randint(low, high)))
+
+
+@pytest.fixture(scope="module")
+def pairs() -> list[tuple[str, str]]:
+    """200 requests: multi-token and one-token options, shared contexts, repeated requests,
+    empty contexts, contexts that end in spaces, and prompts several times too long."""
+    rng = random.Random(7)
+    found = []
+    for i in range(25):
+        context = phrase(rng, 1, 20)
+        found += [(context, " " + phrase(rng, 1, 6)) for _ in range(3)]  # multi-token
+        found += [(context, f" {letter}") for letter in "BC"]  # one token
+        found.append(("", phrase(rng, 2, 5)))
+        found.append((phrase(rng, 80, 120), " " + phrase(rng, 1, 8)))  # truncated
+        found.append((context + "  " * (i % 2), phrase(rng, 1, 3)))
+    return found
+
+
+@pytest.mark.parametrize("batch_size", [1, 8, 32])
+def test_loglikelihood_equals_the_stock_adapter(gpt2, tokenizer, stock, pairs, batch_size):
+    lengths = [len(tokenizer.encode(a + b).ids) for a, b in pairs]
+    assert len(pairs) == 200 and min(lengths) < 10 and max(lengths) > 2 * MAX_LENGTH
+    requests = instances("loglikelihood", pairs)
+    expected = stock.loglikelihood(requests, disable_tqdm=True)
+    got = ours(gpt2, tokenizer, batch_size).loglikelihood(requests)
+    worst = max(abs(a[0] - b[0]) for a, b in zip(got, expected, strict=True))
+    assert worst < 1e-4, worst
+    assert [a[1] for a in got] == [bool(b[1]) for b in expected]
+    assert len({round(value, 3) for value, _ in got}) > 100  # the scores do differ
+
+
+def test_greedy_flag_is_true_for_the_greedy_continuation(gpt2, tokenizer, stock):
+    model = ours(gpt2, tokenizer)
+    context = "the river stone"
+    ids = tokenizer.encode(context).ids
+    token = int(gpt2(torch.tensor([ids])).logits[0, -1].argmax())
+    best = tokenizer.decode([token])
+    request = instances("loglikelihood", [(context, best), (context, " mountain")])
+    expected = stock.loglikelihood(request, disable_tqdm=True)
+    got = model.loglikelihood(request)
+    assert [greedy for _, greedy in got] == [bool(greedy) for _, greedy in expected]
+
+
+def test_tokens_are_scored_once_by_hand(gpt2, tokenizer):
+    context, continuation = "a quick brown", " fox jumps over"
+    before = tokenizer.encode(context).ids
+    whole = tokenizer.encode(context + continuation).ids
+    with torch.no_grad():
+        logprob = gpt2(torch.tensor([whole])).logits[0].log_softmax(-1)
+    by_hand = sum(
+        float(logprob[place - 1, whole[place]]) for place in range(len(before), len(whole))
+    )
+    (got,) = ours(gpt2, tokenizer).loglikelihood(
+        instances("loglikelihood", [(context, continuation)])
+    )
+    assert got[0] == pytest.approx(by_hand, abs=1e-4)
+
+
+def test_one_token_options_share_one_forward(gpt2, tokenizer):
+    model = ours(gpt2, tokenizer)
+    seen = []
+    handle = model.model.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
+    arguments = [("the fox over a stone", f" {letter}") for letter in "BC"] * 3
+    model.loglikelihood(instances("loglikelihood", arguments))
+    handle.remove()
+    assert [shape[0] for shape in seen] == [1]
+
+
+def test_batches_keep_to_both_limits(gpt2, tokenizer, pairs):
+    model = ours(gpt2, tokenizer, batch_size=8, batch_tokens=64)
+    seen = []
+    handle = model.model.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
+    model.loglikelihood(instances("loglikelihood", pairs))
+    handle.remove()
+    assert all(rows <= 8 and rows * length <= 64 for rows, length in seen)
+    assert any(rows == 8 for rows, _ in seen) and any(rows == 1 for rows, _ in seen)
+
+
+def test_rolling_equals_brute_force_and_the_stock_adapter(gpt2, tokenizer, stock):
+    rng = random.Random(3)
+    texts = [phrase(rng, 1, 3), phrase(rng, 30, 40), phrase(rng, 150, 200)]
+    eos = tokenizer.token_to_id(EOS)
+    requests = instances("loglikelihood_rolling", [(text,) for text in texts])
+    got = ours(gpt2, tokenizer).loglikelihood_rolling(requests)
+    for text, total in zip(texts, got, strict=True):
+        ids = [eos, *tokenizer.encode(text).ids]
+        by_hand, last = 0.0, len(ids) - 1
+        for place in range(1, len(ids)):
+            # The window that scores this token ends at a multiple of MAX_LENGTH, or at the end.
+            end = min(-(-place // MAX_LENGTH) * MAX_LENGTH, last)
+            window = ids[max(0, end - MAX_LENGTH) : end + 1]
+            with torch.no_grad():
+                logits = gpt2(torch.tensor([window[:-1]])).logits[0]
+            row = place - 1 - max(0, end - MAX_LENGTH)
+            by_hand += float(logits[row].log_softmax(-1)[ids[place]])
+        assert total == pytest.approx(by_hand, abs=1e-3)
+    expected = stock.loglikelihood_rolling(requests, disable_tqdm=True)
+    assert got == pytest.approx(expected, abs=1e-3)
+    assert max(len(tokenizer.encode(text).ids) for text in texts) > 2 * MAX_LENGTH
+
+
+@pytest.mark.parametrize("until", [[], [" the"]])
+def test_generation_is_greedy_and_stops(gpt2, tokenizer, stock, until):
+    options = {"until": until, "max_gen_toks": 12, "do_sample": False}
+    arguments = [(text, options) for text in ("the river stone", "fox jumps " * 40)]
+    requests = instances("generate_until", arguments)
+    got = ours(gpt2, tokenizer).generate_until(requests)
+    assert got == stock.generate_until(requests, disable_tqdm=True)
+    assert any(got)
+
+
+def test_bad_requests_are_refused_in_one_line(gpt2, tokenizer):
+    model = ours(gpt2, tokenizer)
+    with pytest.raises(UserError, match="raise max_length"):
+        model.loglikelihood(instances("loglikelihood", [("a", " river" * 100)]))
+    sampled = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 4}
+    with pytest.raises(UserError, match="greedy"):
+        model.generate_until(instances("generate_until", [("a", sampled)]))
+    with pytest.raises(UserError, match="no room"):
+        model.generate_until(instances("generate_until", [("a", {"max_gen_toks": MAX_LENGTH})]))
