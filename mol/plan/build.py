@@ -95,12 +95,7 @@ def plan(
 ) -> list[Planned]:
     """Every run of `scale`: training runs, then zero-shot, then benchmarks. Rows of the paper
     that share a specification share the run."""
-    return list(_plan(scale, config or Config(scale=scale), folder))
-
-
-@functools.lru_cache(maxsize=8)
-def _plan_cached(scale: ScaleName, config_json: str, folder: Path) -> tuple[Planned, ...]:
-    config = Config.model_validate_json(config_json)
+    config = config or Config(scale=scale)
     paper = load_experiments(folder)
     specs: dict[str, RunSpec] = {}
     users: dict[str, list[str]] = {}

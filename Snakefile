@@ -1,0 +1,10 @@
+# Everything from text to tables: `snakemake --cores all paper_tables`.
+# One experiment: `snakemake --cores all E06`. Configuration: config/config.yaml.
+
+configfile: "config/config.yaml"
+
+
+include: "rules/common.smk"
+include: "rules/data.smk"
+include: "rules/runs.smk"
+include: "rules/report.smk"

@@ -1,0 +1,65 @@
+# The plan, and the files that decide what reruns.
+
+import sys
+from pathlib import Path
+
+from mol.base import UserError
+from mol.plan.build import plan, read_config
+from mol.plan.experiments import load_experiments
+from mol.plan.hashes import GROUPS, source_hash, write_if_changed
+
+try:
+    CONFIG = read_config(config)
+    PLAN = plan(CONFIG.scale, CONFIG)
+except UserError as error:
+    raise WorkflowError(str(error))
+
+MOL = f"{sys.executable} -m mol"
+SCALE = CONFIG.scale
+SPECS = {planned.run_id: planned.spec for planned in PLAN}
+EXPERIMENTS = load_experiments().experiments
+
+
+def run_ids(kind, experiment=None):
+    """Planned runs of a kind, of one experiment or of all."""
+    return [
+        planned.run_id
+        for planned in PLAN
+        if planned.spec.kind == kind and experiment in (None, *planned.experiments)
+    ]
+
+
+def records(*run_ids):
+    return [f"results/runs/{SCALE}/{run_id}/record.json" for run_id in run_ids]
+
+
+def wanted(experiment=None):
+    """Records of every run that an experiment, or the whole suite, needs."""
+    kinds = ("train", "zeroshot", "bench")
+    return records(*(run_id for kind in kinds for run_id in run_ids(kind, experiment)))
+
+
+def one_of(run_ids):
+    """A wildcard constraint that matches exactly these; the empty list matches nothing."""
+    return "|".join(run_ids) or "(?!)"
+
+
+# A specification or a group of sources is a file that is rewritten only when it changes, so its
+# modification time is what a rule can depend on.
+HASHES = {
+    group: str(write_if_changed(Path(f"results/hashes/{group}.sha256"), source_hash(group) + "\n"))
+    for group in GROUPS
+}
+for planned in PLAN:
+    spec_file = Path(f"results/specs/{SCALE}/{planned.run_id}.json")
+    write_if_changed(spec_file, planned.spec.model_dump_json(indent=1) + "\n")
+CORPORA = {
+    spec.data.folder: str(
+        write_if_changed(
+            Path(f"results/specs/{SCALE}/data/{spec.data.folder}.json"),
+            spec.data.model_dump_json(indent=1) + "\n",
+        )
+    )
+    for spec in SPECS.values()
+    if spec.kind == "train"
+}

@@ -1,0 +1,25 @@
+# Corpora, tokenizers and token shards; the items of the zero-shot tasks.
+
+
+rule corpus:
+    input:
+        spec=lambda wildcards: CORPORA[wildcards.corpus],
+        code=HASHES["data"],
+    output:
+        meta=f"results/data/{SCALE}/{{corpus}}/meta.json",
+    wildcard_constraints:
+        corpus=one_of(CORPORA),
+    threads: 1
+    shell:
+        "{MOL} data --spec {input.spec} --out results/data/{SCALE}/{wildcards.corpus}"
+
+
+rule zero_shot_items:
+    input:
+        code=HASHES["zeroshot"],
+    output:
+        "results/data/zero_shot/items.json",
+    params:
+        truthfulqa=f"--truthfulqa {CONFIG.truthfulqa}" if CONFIG.truthfulqa else "",
+    shell:
+        "{MOL} zeroshot prepare --out results/data/zero_shot {params.truthfulqa}"

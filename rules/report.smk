@@ -1,0 +1,50 @@
+# The database and everything rendered from it.
+
+TABLES = [f"paper_tables/table{number:02}.{end}" for number in range(1, 15) for end in ("md", "csv", "tex")]
+
+
+rule database:
+    input:
+        wanted(),
+        code=HASHES["store"],
+    output:
+        "results/mol.duckdb",
+    shell:
+        "{MOL} store build"
+
+
+rule report:
+    input:
+        "results/mol.duckdb",
+        code=HASHES["report"],
+    output:
+        TABLES,
+        "paper_tables/index.html",
+    shell:
+        "{MOL} report"
+
+
+rule tracking:
+    input:
+        wanted(),
+    output:
+        touch("results/.tracked"),
+    shell:
+        "{MOL} track"
+
+
+rule paper_tables:
+    default_target: True
+    input:
+        "paper_tables/index.html",
+        TABLES,
+        "results/.tracked" if CONFIG.tracking else [],
+
+
+for name in EXPERIMENTS:
+
+    rule:
+        name:
+            name
+        input:
+            wanted(name),

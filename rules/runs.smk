@@ -1,0 +1,52 @@
+# Training, zero-shot and benchmark runs: each leaves a folder with a record.
+
+RUN = f"results/runs/{SCALE}/{{run_id}}"
+
+
+rule train:
+    input:
+        spec=f"results/specs/{SCALE}/{{run_id}}.json",
+        meta=lambda wildcards: (
+            f"results/data/{SCALE}/{SPECS[wildcards.run_id].data.folder}/meta.json"
+        ),
+        code=HASHES["train"],
+    output:
+        f"{RUN}/config.json",
+        f"{RUN}/curve.parquet",
+        f"{RUN}/model.safetensors",
+        f"{RUN}/record.json",
+    wildcard_constraints:
+        run_id=one_of(run_ids("train")),
+    threads: 1
+    shell:
+        "{MOL} train --spec {input.spec} --threads {threads} --quiet"
+
+
+rule zero_shot:
+    input:
+        spec=f"results/specs/{SCALE}/{{run_id}}.json",
+        model=lambda wildcards: records(SPECS[wildcards.run_id].train_run),
+        item_set="results/data/zero_shot/items.json",
+        code=HASHES["zeroshot"],
+    output:
+        f"{RUN}/config.json",
+        f"{RUN}/record.json",
+    wildcard_constraints:
+        run_id=one_of(run_ids("zeroshot")),
+    threads: 1
+    shell:
+        "{MOL} zeroshot run --spec {input.spec} --threads {threads}"
+
+
+rule bench:
+    input:
+        spec=f"results/specs/{SCALE}/{{run_id}}.json",
+        code=HASHES["bench"],
+    output:
+        f"{RUN}/config.json",
+        f"{RUN}/record.json",
+    wildcard_constraints:
+        run_id=one_of(run_ids("bench")),
+    threads: 1
+    shell:
+        "{MOL} bench --spec {input.spec} --threads {threads}"
