@@ -1,0 +1,135 @@
+"""Softmax attention with biases, for one block or a stack of them (2.1).
+
+Shape suffixes: N packed rows, B sequences, T positions, M width of the block, H heads,
+d = M / H, E stacked blocks, S segments (block * B + sequence), L cache length.
+
+    attention = SoftmaxAttention(width, n_heads)
+    y_BTM = attention(x_BTM, rope)
+    cache = attention.new_cache(batch, max_len)
+    attention(prompt_BTM, rope, cache)                        # fills an empty cache, or ...
+    y_BM = attention.step(x_BM, rope, position, cache)        # ... one token at a time
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mol.ops.attention import Rope, segment_attention
+from mol.ops.dispatch import RoutePlan
+from mol.ops.grouped import grouped_mm
+
+
+@dataclass
+class KVCache:
+    """Keys and values a segment has seen, and how many (segments grow at their own pace)."""
+
+    keys_SHLd: Tensor
+    values_SHLd: Tensor
+    used_S: Tensor
+
+
+class Stackable(nn.Module):
+    """Weights of one block, or of `stack` blocks with a leading dimension E.
+
+    `packed(x_NM, plan, rope, cache)` and `packed_step(x_NM, plan, rope, position, cache)` of the
+    subclasses take packed rows; the methods here wrap them for one block on every token.
+    """
+
+    def __init__(self, stack: int | None):
+        super().__init__()
+        self.stack = stack
+
+    def weight(self, *shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(*shape if self.stack is None else (self.stack, *shape)))
+
+    def stacked(self, weight: Tensor) -> Tensor:
+        """`weight` with its leading dimension E, 1 for a single block."""
+        return weight[None] if self.stack is None else weight
+
+    def forward(self, x_BTM: Tensor, rope: Rope, cache=None) -> Tensor:
+        batch, length, width = x_BTM.shape
+        plan = RoutePlan.full(1, batch, length, x_BTM.device)
+        return self.packed(x_BTM.reshape(-1, width), plan, rope, cache).view_as(x_BTM)
+
+    def step(self, x_BM: Tensor, rope: Rope, position: int, cache) -> Tensor:
+        plan = RoutePlan.full(1, x_BM.shape[0], 1, x_BM.device)
+        return self.packed_step(x_BM, plan, rope, position, cache)
+
+
+class SoftmaxAttention(Stackable):
+    """Causal attention, q, k, v and o each with a bias: 4 M^2 + 4 M weights a block."""
+
+    def __init__(self, width: int, n_heads: int, stack: int | None = None):
+        super().__init__(stack)
+        self.n_heads = n_heads
+        self.qkv = self.weight(width, 3 * width)
+        self.qkv_bias = self.weight(3 * width)
+        self.out = self.weight(width, width)
+        self.out_bias = self.weight(width)
+        self.init_weights()
+
+    def init_weights(self, std: float = 0.02, residual_std: float = 0.02) -> None:
+        """Normal projections, zero biases; `residual_std` for the output projection."""
+        nn.init.normal_(self.qkv, std=std)
+        nn.init.normal_(self.out, std=residual_std)
+        nn.init.zeros_(self.qkv_bias)
+        nn.init.zeros_(self.out_bias)
+
+    def _project(self, x_NM: Tensor, plan: RoutePlan, weight: Tensor, bias: Tensor) -> Tensor:
+        y = grouped_mm(x_NM, self.stacked(weight), plan.offs_E, plan.equal)
+        return y + plan.expand(self.stacked(bias).to(y.dtype))
+
+    def _heads(self, x_NM: Tensor, plan: RoutePlan):
+        qkv = self._project(x_NM, plan, self.qkv, self.qkv_bias)
+        return qkv.view(x_NM.shape[0], 3, self.n_heads, -1).unbind(1)
+
+    def packed(
+        self, x_NM: Tensor, plan: RoutePlan, rope: Rope, cache: KVCache | None = None
+    ) -> Tensor:
+        """Attention inside each segment at the rows' original positions; fills an empty cache."""
+        q, k, v = self._heads(x_NM, plan)
+        q, k = rope(q, plan.time_N, plan.length), rope(k, plan.time_N, plan.length)
+        o_NHd = segment_attention(q, k, v, plan.cu_seqlens, plan.length)
+        if cache is not None:
+            cache.keys_SHLd[plan.segment_N, :, plan.within_N] = k
+            cache.values_SHLd[plan.segment_N, :, plan.within_N] = v
+            cache.used_S.copy_(plan.cu_seqlens.diff())
+        return self._project(o_NHd.reshape(x_NM.shape), plan, self.out, self.out_bias)
+
+    def new_cache(self, batch: int, max_len: int) -> KVCache:
+        width = self.out.shape[-1]
+        shape = ((self.stack or 1) * batch, self.n_heads, max_len, width // self.n_heads)
+        return KVCache(
+            self.out.new_zeros(shape),
+            self.out.new_zeros(shape),
+            torch.zeros(shape[0], dtype=torch.int64, device=self.out.device),
+        )
+
+    def packed_step(
+        self, x_NM: Tensor, plan: RoutePlan, rope: Rope, position: int, cache: KVCache
+    ) -> Tensor:
+        """One new row for each segment of `plan` (of length 1), all at `position`."""
+        if position >= cache.keys_SHLd.shape[2]:
+            raise ValueError(
+                f"position {position} is past the cache's {cache.keys_SHLd.shape[2]} positions; "
+                "create it with a larger max_len"
+            )
+        q, k, v = self._heads(x_NM, plan)
+        q, k = rope(q, position, position + 1), rope(k, position, position + 1)
+        segment_N, seen = plan.segment_N, position + 1  # no segment holds more rows than this
+        if plan.equal:
+            cache.keys_SHLd[:, :, position] = k
+            cache.values_SHLd[:, :, position] = v
+            keys, values, mask = cache.keys_SHLd[:, :, :seen], cache.values_SHLd[:, :, :seen], None
+        else:
+            used_N = cache.used_S[segment_N]
+            cache.keys_SHLd[segment_N, :, used_N] = k
+            cache.values_SHLd[segment_N, :, used_N] = v
+            keys = cache.keys_SHLd[segment_N, :, :seen]
+            values = cache.values_SHLd[segment_N, :, :seen]
+            mask = (torch.arange(seen, device=x_NM.device) <= used_N[:, None])[:, None, None]
+        cache.used_S[segment_N] += 1
+        o_NH1d = F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask)
+        return self._project(o_NH1d.reshape(x_NM.shape), plan, self.out, self.out_bias)

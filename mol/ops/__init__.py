@@ -1,0 +1,1 @@
+"""Numerical kernels of the models, each with a plain reference beside its fast path."""

@@ -1,0 +1,53 @@
+"""Grouped product: each block's rows times that block's matrix.
+
+Shape suffixes: N packed rows, E blocks, K and M the widths.
+
+Measured on one CPU thread (E = 14, N = 768, fp32, widths 32 to 256, forward and backward):
+`F.grouped_mm` took 0.55 to 0.85 of the time of a loop over split rows, so it is the fast path
+there too, wherever strides are multiples of 16 bytes.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_native = getattr(F, "grouped_mm", None) or torch._grouped_mm
+
+
+def grouped_mm(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor, equal: bool = False) -> Tensor:
+    """x of each group times the group's matrix, [N, M].
+
+    `offs_E` (int32) holds the last row + 1 of each group; `equal` says that all groups have N / E
+    rows. Inside autocast both operands take its dtype (the native product is not on its list).
+    """
+    kind = x_NK.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        x_NK, w_EKM = x_NK.to(dtype), w_EKM.to(dtype)
+    elif x_NK.dtype != w_EKM.dtype:
+        x_NK = x_NK.to(w_EKM.dtype)
+    n_groups, width_in, width_out = w_EKM.shape
+    if n_groups == 1:
+        return x_NK @ w_EKM[0]
+    if equal:
+        return torch.bmm(x_NK.view(n_groups, -1, width_in), w_EKM).view(-1, width_out)
+    cuda = kind == "cuda"
+    if x_NK.dtype not in ((torch.bfloat16,) if cuda else (torch.bfloat16, torch.float32)):
+        return grouped_mm_reference(x_NK, w_EKM, offs_E)
+    multiple = 16 // x_NK.element_size()
+    pad_in, pad_out = -width_in % multiple, -width_out % multiple
+    if not (pad_in or pad_out):
+        return _native(x_NK.contiguous(), w_EKM.contiguous(), offs=offs_E)
+    if not cuda:
+        return grouped_mm_reference(x_NK, w_EKM, offs_E)
+    # Zero columns cost a copy; the loop would cost a host sync and E small products.
+    y_NM = _native(F.pad(x_NK, (0, pad_in)), F.pad(w_EKM, (0, pad_out, 0, pad_in)), offs=offs_E)
+    return y_NM[:, :width_out]
+
+
+def grouped_mm_reference(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor) -> Tensor:
+    """A loop over groups; reads the offsets on the host."""
+    ends = offs_E.tolist()
+    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    products = [x @ w for x, w in zip(x_NK.split(sizes), w_EKM.unbind(0), strict=True)]
+    return torch.cat(products)
