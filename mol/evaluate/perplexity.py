@@ -137,6 +137,44 @@ def text_size(folder: Path, targets: list[np.ndarray]) -> tuple[int, int]:
     return sum(int(token_bytes[ids].sum()) for ids in targets), sum(len(t.split()) for t in texts)
 
 
+def perplexity_metrics(tally: Tally, size: tuple[int, int], protocol: Protocol) -> list[Metric]:
+    """Token-, word- and byte-level figures of the real targets; `size` is (bytes, words)."""
+    nll, error = mean_and_error(tally)
+    n_bytes, n_words = size
+    per_word = tally.nll_real / n_words
+    bits = tally.nll_real / math.log(2) / n_bytes
+
+    def metric(name: str, value: float, unit: str, n: int, stderr: float | None = None) -> Metric:
+        return Metric(name=name, value=value, unit=unit, n=n, stderr=stderr, protocol=protocol)
+
+    return [
+        metric("nll", nll, "nat/token", tally.n_real, error),
+        metric("ppl", math.exp(nll), "ppl/token", tally.n_real, error and math.exp(nll) * error),
+        metric("ppl_word", math.exp(per_word), "ppl/word", n_words),
+        metric("bits_per_byte", bits, "bit/byte", n_bytes),
+    ]
+
+
+def _routing_metrics(tally: Tally, split: str) -> list[Metric]:
+    if not tally.gap_pairs:
+        return []
+    labels = {"split": split}
+    gap = tally.gap_sum / tally.gap_pairs
+    by_block = tally.block_gap_sum / tally.block_gaps
+    coverage = tally.covered / tally.coverages
+    return [
+        Metric(name="inter_token_gap", value=gap, unit="token", n=tally.gap_pairs, labels=labels),
+        Metric(
+            name="inter_token_gap_by_block",
+            value=by_block,
+            unit="token",
+            n=tally.block_gaps,
+            labels=labels,
+        ),
+        Metric(name="coverage", value=coverage, unit="fraction", labels=labels),
+    ]
+
+
 def evaluate_split(
     model,
     folder: Path,
@@ -156,48 +194,24 @@ def evaluate_split(
     """
     sequences = eval_sequences(folder, split, seq_len, limit)
     tally, targets = score(model, sequences, batch_size, device, bf16)
-    n_bytes, n_words = text_size(folder, targets)
-    nll, error = mean_and_error(tally)
 
     def protocol(pad: str) -> Protocol:
-        layout = "chunked" if padded else "stream"
         return Protocol(
-            tokenizer=tokenizer, pad=pad, layout=layout, context=seq_len, stride=seq_len, split=split
+            tokenizer=tokenizer,
+            pad=pad,
+            layout="chunked" if padded else "stream",
+            context=seq_len,
+            stride=seq_len,
+            split=split,
         )
 
     plain = protocol("masked" if padded else "none")
-    total, ppl = tally.nll_real, math.exp(nll)
-    common = {"protocol": plain}
-    metrics = [
-        Metric(name="nll", value=nll, unit="nat/token", n=tally.n_real, stderr=error, **common),
-        Metric(
-            name="ppl", value=ppl, unit="ppl/token", n=tally.n_real,
-            stderr=error and ppl * error, **common,
-        ),
-        Metric(name="ppl_word", value=math.exp(total / n_words), unit="ppl/word", n=n_words, **common),
-        Metric(
-            name="bits_per_byte", value=total / math.log(2) / n_bytes, unit="bit/byte", n=n_bytes,
-            **common,
-        ),
-    ]  # fmt: skip
+    metrics = perplexity_metrics(tally, text_size(folder, targets), plain)
     if padded:
-        nll_all = tally.nll_all / tally.n_all
+        nll = tally.nll_all / tally.n_all
         counted = {"n": tally.n_all, "protocol": protocol("pad_counted")}
         metrics += [
-            Metric(name="nll", value=nll_all, unit="nat/token", **counted),
-            Metric(name="ppl", value=math.exp(nll_all), unit="ppl/token", **counted),
+            Metric(name="nll", value=nll, unit="nat/token", **counted),
+            Metric(name="ppl", value=math.exp(nll), unit="ppl/token", **counted),
         ]
-    if tally.gap_pairs:
-        label = {"labels": {"split": split}}
-        metrics += [
-            Metric(
-                name="inter_token_gap", value=tally.gap_sum / tally.gap_pairs, unit="token",
-                n=tally.gap_pairs, **label,
-            ),
-            Metric(
-                name="inter_token_gap_by_block", value=tally.block_gap_sum / tally.block_gaps,
-                unit="token", n=tally.block_gaps, **label,
-            ),
-            Metric(name="coverage", value=tally.covered / tally.coverages, unit="fraction", **label),
-        ]  # fmt: skip
-    return metrics
+    return metrics + _routing_metrics(tally, split)

@@ -17,7 +17,9 @@ def _divides(heads: int, width: int, what: str) -> None:
     if width % heads:
         raise ValueError(f"{what} = {width} is not a multiple of n_heads = {heads}")
     if (width // heads) % 2:
-        raise ValueError(f"{what} / n_heads = {width // heads} is odd; RoPE needs an even head width")
+        raise ValueError(
+            f"{what} / n_heads = {width // heads} is odd; RoPE needs an even head width"
+        )
 
 
 class DenseLayer(Frozen):
@@ -106,7 +108,9 @@ class SplitLayer(Frozen):
     def _check(self):
         _divides(self.n_heads, self.d_thin, "d_thin")
         if self.n_shared >= self.n_blocks:
-            raise ValueError(f"n_shared = {self.n_shared} leaves no routed block of {self.n_blocks}")
+            raise ValueError(
+                f"n_shared = {self.n_shared} leaves no routed block of {self.n_blocks}"
+            )
         if self.top_k > self.n_routed:
             raise ValueError(f"top_k = {self.top_k} exceeds the {self.n_routed} routed blocks")
         if (self.d_ff is None) == (self.rank1 is None):

@@ -59,7 +59,16 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=1))
         return 0
     table = Table(title=f"{len(rows)} runs at scale {config.scale}")
-    for heading in ("run", "experiments", "corpus", "steps", "tokens", "parameters", "active", "TFLOP"):
+    for heading in (
+        "run",
+        "experiments",
+        "corpus",
+        "steps",
+        "tokens",
+        "parameters",
+        "active",
+        "TFLOP",
+    ):
         text = heading in ("run", "experiments", "corpus")
         table.add_column(heading, justify="left" if text else "right", overflow="fold")
     for item in rows:

@@ -48,7 +48,9 @@ def read_spec(path: Path) -> RunSpec:
     try:
         return _RUN_SPEC.validate_json(path.read_bytes())
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give a specification written by mol plan") from None
+        raise UserError(
+            f"{path}: {error.strerror}; give a specification written by mol plan"
+        ) from None
     except pydantic.ValidationError as error:
         raise one_line(error, str(path)) from None
 

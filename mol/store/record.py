@@ -93,7 +93,9 @@ def load_record(path: Path) -> Record:
     try:
         raw = json.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path}: not a readable record ({error}); delete its folder to rerun") from None
+        raise UserError(
+            f"{path}: not a readable record ({error}); delete its folder to rerun"
+        ) from None
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if version != SCHEMA_VERSION:
         raise UserError(
@@ -105,5 +107,7 @@ def load_record(path: Path) -> Record:
     except pydantic.ValidationError as error:
         raise one_line(error, str(path)) from None
     if record.run_id != record.spec.run_id:
-        raise UserError(f"{path}: run_id {record.run_id!r} is not its spec's {record.spec.run_id!r}")
+        raise UserError(
+            f"{path}: run_id {record.run_id!r} is not its spec's {record.spec.run_id!r}"
+        )
     return record

@@ -55,7 +55,9 @@ def load_state(folder: Path, run_id: str) -> dict[str, Any] | None:
 def save_weights(folder: Path, model: nn.Module, metadata: dict[str, str]) -> None:
     """Write the weights in fp32 with `metadata` (run_id, config, tokenizer hash)."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: p.detach().float().cpu().contiguous() for name, p in model.state_dict().items()}
+    tensors = {
+        name: p.detach().float().cpu().contiguous() for name, p in model.state_dict().items()
+    }
     part = folder / f".{WEIGHTS}.{os.getpid()}"
     try:
         save_file(tensors, part, metadata=metadata)
@@ -77,7 +79,9 @@ def load_weights(folder: Path, model: nn.Module, tokenizer_sha256: str) -> None:
     except FileNotFoundError:
         raise UserError(f"{path}: no weights; train the run first (mol train)") from None
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: unreadable weights ({error}); delete the folder and retrain") from None
+        raise UserError(
+            f"{path}: unreadable weights ({error}); delete the folder and retrain"
+        ) from None
     trained_with = metadata.get("tokenizer_sha256")
     if trained_with != tokenizer_sha256:
         raise UserError(

@@ -56,5 +56,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         ppl = next(metric for metric in record.metrics if metric.name == "ppl")
         pad = ppl.protocol.pad
-        print(f"{spec.run_id}: validation perplexity {ppl.value:.2f} (PAD {pad}), {record.wall_s:.1f} s")
+        print(
+            f"{spec.run_id}: validation perplexity {ppl.value:.2f} (PAD {pad}), {record.wall_s:.1f} s"
+        )
     return 0

@@ -116,9 +116,7 @@ class Trainer:
         sequences = eval_sequences(
             self.corpus, "validation", self.spec.seq_len, plan.curve_sequences
         )
-        tally, _ = score(
-            self.model, sequences, self.spec.optim.batch_size, self.device, self.bf16
-        )
+        tally, _ = score(self.model, sequences, self.spec.optim.batch_size, self.device, self.bf16)
         self.log("validation_nll", tally.nll_real / tally.n_real)
         if tally.n_all != tally.n_real:
             self.log("validation_nll_pad", tally.nll_all / tally.n_all)

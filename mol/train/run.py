@@ -78,7 +78,9 @@ def _held_out(spec: TrainSpec, trained: Trained, corpus: Path, meta: CorpusMeta,
         )
 
 
-def execute(spec: TrainSpec, corpus: Path, out: Path, device: torch.device, **options) -> Record | None:
+def execute(
+    spec: TrainSpec, corpus: Path, out: Path, device: torch.device, **options
+) -> Record | None:
     """Train and evaluate `spec`, leaving config, curve, weights and record in `out`.
 
     Returns None when `stop_after` ended the call before the last step: the checkpoint is then
