@@ -1,14 +1,13 @@
 """Read a paper's `conditions.toml` and `experiments.toml` into checked, frozen models."""
 
 import functools
-import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
 from pydantic import Field
 
-from mol.base import Frozen, UserError, one_line
+from mol.base import Frozen, one_line, read_toml
 from mol.data.config import Corpus, PackedLayout, PaddedLayout
 from mol.model.config import ModelConfig
 from mol.plan.spec import OptimSpec
@@ -87,17 +86,12 @@ class Paper(Frozen):
         return ModelConfig(vocab_size=vocab_size, **condition.model)
 
 
-def _toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path}: {error}") from None
-
-
 @functools.cache
 def load_experiments(folder: Path = PAPER) -> Paper:
     """Experiments and conditions below `folder`. Raises UserError naming the file and key."""
     try:
-        return Paper(**_toml(folder / "conditions.toml"), **_toml(folder / "experiments.toml"))
+        return Paper(
+            **read_toml(folder / "conditions.toml"), **read_toml(folder / "experiments.toml")
+        )
     except pydantic.ValidationError as error:
         raise one_line(error, str(folder)) from None

@@ -14,8 +14,8 @@ from mol.plan.spec import RunSpec
 SCHEMA_VERSION = 1
 
 Unit = Literal[
-    "nat/token", "ppl/token", "ppl/word", "bit/byte", "fraction", "count", "token/s", "step/s", "ms",
-    "ms/token", "s", "step", "epoch", "byte", "ratio", "logit", "token",
+    "nat/token", "ppl/token", "ppl/word", "bit/byte", "fraction", "count", "token/s", "step/s",
+    "ms", "ms/token", "s", "step", "epoch", "byte", "ratio", "logit", "token",
 ]  # fmt: skip
 
 

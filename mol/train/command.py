@@ -55,8 +55,6 @@ def run(args: argparse.Namespace) -> int:
         print(record.model_dump_json(indent=1))
     else:
         ppl = next(metric for metric in record.metrics if metric.name == "ppl")
-        pad = ppl.protocol.pad
-        print(
-            f"{spec.run_id}: validation perplexity {ppl.value:.2f} (PAD {pad}), {record.wall_s:.1f} s"
-        )
+        figure = f"validation perplexity {ppl.value:.2f} (PAD {ppl.protocol.pad})"
+        print(f"{spec.run_id}: {figure}, {record.wall_s:.1f} s")
     return 0
