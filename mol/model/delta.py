@@ -1,0 +1,131 @@
+"""Gated DeltaNet layer, for one block or a stack of them (3.2; Yang et al., 2024).
+
+Shape suffixes: N packed rows, M width of the block, H heads, d = M / H, E stacked blocks,
+S segments (block * B + sequence), C = 3 M convolved channels, J = 4 taps.
+
+Same interface as `mol.model.attention.SoftmaxAttention`; the rotary table is ignored, since order
+comes from the convolution and the recurrence.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mol.model.attention import Stackable
+from mol.ops.attention import Rope
+from mol.ops.dispatch import RoutePlan
+from mol.ops.gated_delta import gated_delta_rule, gated_delta_step
+from mol.ops.grouped import grouped_mm
+from mol.ops.short_conv import short_conv
+
+TAPS = 4
+
+
+@dataclass
+class DeltaCache:
+    """What a segment remembers: the last J - 1 rows before the convolution, and the state."""
+
+    tail_SJC: Tensor
+    state_SHdd: Tensor
+
+
+class GatedDeltaNet(Stackable):
+    """5 M^2 + 2 M H + 12 M + d + 2 H weights a block, no biases.
+
+    Projections q, k, v, g (M x M) and a, b (M x H); depthwise causal convolution of 4 taps and
+    SiLU on q, k, v; decay exp(-exp(A_log) softplus(a + dt_bias)), step size sigmoid(b); the output
+    is RMSNorm(o) * SiLU(g) per head, then a projection M x M.
+    """
+
+    def __init__(self, width: int, n_heads: int, stack: int | None = None):
+        super().__init__(stack)
+        self.n_heads = n_heads
+        self.qkvg_ab = self.weight(width, 4 * width + 2 * n_heads)
+        self.filters = self.weight(3 * width, TAPS)
+        self.decay_log = self.weight(n_heads)  # A_log
+        self.dt_bias = self.weight(n_heads)
+        self.norm = self.weight(width // n_heads)
+        self.out = self.weight(width, width)
+        self.init_weights()
+
+    def init_weights(self, std: float = 0.02, residual_std: float = 0.02) -> None:
+        """Normal projections; decay and step as the public layer starts them: A uniform in
+        (0, 16), softplus(dt_bias) log-uniform in (1e-3, 1e-1); filters uniform in +-J^-0.5."""
+        nn.init.normal_(self.qkvg_ab, std=std)
+        nn.init.normal_(self.out, std=residual_std)
+        nn.init.ones_(self.norm)
+        bound = TAPS**-0.5
+        nn.init.uniform_(self.filters, -bound, bound)
+        with torch.no_grad():
+            # A = 0 would be log(0); the smallest A kept is far below any that matters.
+            self.decay_log.uniform_(0, 16).clamp_(min=1e-4).log_()
+            step = self.dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_()
+            self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # inverse softplus
+
+    def _project(self, x_NM: Tensor, plan: RoutePlan) -> tuple[Tensor, ...]:
+        """qkv [N, C], gate [N, M], a [N, H] and b [N, H]."""
+        width, heads = x_NM.shape[1], self.n_heads
+        z = grouped_mm(x_NM, self.stacked(self.qkvg_ab), plan.offs_E, plan.equal)
+        return z.split([3 * width, width, heads, heads], -1)
+
+    def _rates(self, a_NH: Tensor, b_NH: Tensor, plan: RoutePlan) -> tuple[Tensor, Tensor]:
+        """Log decay g and step size beta, in fp32 at least: g is summed over whole segments."""
+        wide = torch.promote_types(a_NH.dtype, torch.float32)
+        rate_NH = plan.expand(self.stacked(self.decay_log).to(wide)).exp()
+        bias_NH = plan.expand(self.stacked(self.dt_bias).to(wide))
+        return -rate_NH * F.softplus(a_NH.to(wide) + bias_NH), b_NH.sigmoid()
+
+    def _finish(self, o_NHd: Tensor, gate_NM: Tensor, plan: RoutePlan) -> Tensor:
+        normed = F.rms_norm(o_NHd, o_NHd.shape[-1:], eps=1e-5).to(gate_NM.dtype)
+        scaled = normed * plan.expand(self.stacked(self.norm).to(normed.dtype))[:, None]
+        gated = scaled.reshape(gate_NM.shape) * F.silu(gate_NM)
+        return grouped_mm(gated, self.stacked(self.out), plan.offs_E, plan.equal)
+
+    def packed(
+        self, x_NM: Tensor, plan: RoutePlan, rope: Rope | None, cache: DeltaCache | None = None
+    ) -> Tensor:
+        """The layer inside each segment; fills an empty cache."""
+        qkv, gate, a, b = self._project(x_NM, plan)
+        mixed = F.silu(short_conv(qkv, self.stacked(self.filters).to(qkv.dtype), plan))
+        q, k, v = mixed.view(mixed.shape[0], 3, self.n_heads, -1).unbind(1)
+        g, beta = self._rates(a, b, plan)
+        o_NHd, state = gated_delta_rule(
+            q, k, v, g, beta, plan.cu_seqlens, final_state=cache is not None
+        )
+        if cache is not None:
+            cache.state_SHdd.copy_(state)
+            ends_S = plan.cu_seqlens[1:].long()
+            for back in range(1, TAPS):
+                seen = plan.cu_seqlens.diff() >= back
+                rows = qkv[(ends_S - back).clamp(min=0)]
+                cache.tail_SJC[:, -back] = torch.where(seen[:, None], rows, 0)
+        return self._finish(o_NHd, gate, plan)
+
+    def new_cache(self, batch: int, max_len: int) -> DeltaCache:
+        """The size does not depend on `max_len`."""
+        width = self.out.shape[-1]
+        segments, head_dim = (self.stack or 1) * batch, width // self.n_heads
+        state_dtype = torch.promote_types(self.out.dtype, torch.float32)
+        return DeltaCache(
+            self.out.new_zeros(segments, TAPS - 1, 3 * width),
+            self.out.new_zeros(segments, self.n_heads, head_dim, head_dim, dtype=state_dtype),
+        )
+
+    def packed_step(
+        self, x_NM: Tensor, plan: RoutePlan, rope: Rope | None, position: int, cache: DeltaCache
+    ) -> Tensor:
+        """One new row for each segment of `plan` (of length 1)."""
+        segment_N = plan.segment_N
+        qkv, gate, a, b = self._project(x_NM, plan)
+        window_NJC = torch.cat([cache.tail_SJC[segment_N], qkv[:, None]], 1)
+        cache.tail_SJC[segment_N] = window_NJC[:, 1:]
+        filters = self.stacked(self.filters).to(qkv.dtype)[plan.block_N]
+        mixed = F.silu(torch.einsum("njc,ncj->nc", window_NJC, filters))
+        q, k, v = mixed.view(mixed.shape[0], 3, self.n_heads, -1).unbind(1)
+        g, beta = self._rates(a, b, plan)
+        o_NHd, state = gated_delta_step(q, k, v, g, beta, cache.state_SHdd[segment_N])
+        cache.state_SHdd[segment_N] = state
+        return self._finish(o_NHd, gate, plan)
