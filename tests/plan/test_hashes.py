@@ -1,0 +1,49 @@
+"""An edit must touch the groups it can change, and no other."""
+
+import shutil
+
+import pytest
+
+from mol.plan.hashes import GROUPS, ROOT, files_of, source_hash, write_if_changed
+
+
+@pytest.fixture
+def tree(tmp_path):
+    shutil.copytree(ROOT / "mol", tmp_path / "mol", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("edited", "groups"),
+    [
+        ("mol/model/transformer.py", {"train", "zeroshot", "bench"}),
+        ("mol/ops/dispatch.py", {"train", "zeroshot", "bench"}),
+        ("mol/train/loop.py", {"train"}),
+        ("mol/data/packing.py", {"data"}),
+        ("mol/report/tables.py", {"report"}),
+        ("mol/bench/prefill.py", {"bench"}),
+        ("mol/cli.py", set()),
+        ("mol/plan/build.py", set()),
+    ],
+)
+def test_groups_touched_by_an_edit(tree, edited, groups):
+    before = {group: source_hash(group, tree) for group in GROUPS}
+    with open(tree / edited, "a") as handle:
+        handle.write("# edited\n")
+    after = {group: source_hash(group, tree) for group in GROUPS}
+    assert {group for group in GROUPS if before[group] != after[group]} == groups
+
+
+def test_every_pattern_finds_files():
+    assert all(files_of(group) for group in GROUPS)
+    for group, patterns in GROUPS.items():
+        for pattern in patterns:
+            assert list(ROOT.glob(pattern)), (group, pattern)
+
+
+def test_an_unchanged_file_keeps_its_time(tmp_path):
+    path = write_if_changed(tmp_path / "h", "one")
+    stamp = path.stat().st_mtime_ns
+    assert write_if_changed(path, "one").stat().st_mtime_ns == stamp
+    write_if_changed(path, "two")
+    assert path.read_text() == "two"
