@@ -8,7 +8,7 @@ import yaml
 from pydantic import Field
 
 from mol.base import Frozen, UserError, one_line
-from mol.data.config import Source
+from mol.data.config import Corpus, Source
 from mol.model.config import ModelConfig
 from mol.plan.experiments import PAPER, load_experiments
 from mol.plan.scale import smoke_model, train_spec
@@ -23,7 +23,7 @@ class Config(Frozen):
     """`config/config.yaml`: the scale and where each corpus comes from."""
 
     scale: ScaleName = "smoke"
-    sources: dict[str, Source] = {}
+    sources: dict[Corpus, Source] = {}
     truthfulqa: str | None = None  # a local file of the hub's multiple_choice items
     tracking: bool = True  # mirror the records into MLflow
 
