@@ -1,0 +1,1 @@
+"""Reported against reproduced: verdicts, tables, figures, the page and the audit."""

@@ -1,0 +1,104 @@
+-- One row a run, whole folders only; times are UTC.
+CREATE TABLE runs (
+    run_id VARCHAR PRIMARY KEY,
+    kind VARCHAR NOT NULL,            -- train | zeroshot | bench
+    scale VARCHAR NOT NULL,           -- smoke | proxy | paper
+    condition VARCHAR NOT NULL,       -- a condition of the paper, or a benchmark's name
+    seed BIGINT NOT NULL,
+    status VARCHAR NOT NULL,          -- complete | not run
+    reason VARCHAR,
+    started TIMESTAMP NOT NULL,
+    finished TIMESTAMP NOT NULL,
+    wall_s DOUBLE NOT NULL,
+    device VARCHAR NOT NULL,
+    hardware VARCHAR NOT NULL,
+    hardware_count BIGINT NOT NULL,
+    threads BIGINT NOT NULL,
+    memory_gib DOUBLE NOT NULL,
+    git_commit VARCHAR,
+    dirty BOOLEAN,
+    code_sha256 VARCHAR NOT NULL,
+    command VARCHAR NOT NULL,
+    spec JSON NOT NULL,
+    versions JSON NOT NULL,
+    data JSON NOT NULL,
+    notes JSON NOT NULL,
+    source VARCHAR NOT NULL           -- the record's place below results/
+);
+
+CREATE TABLE metrics (
+    run_id VARCHAR NOT NULL,
+    name VARCHAR NOT NULL,
+    value DOUBLE NOT NULL,
+    unit VARCHAR NOT NULL,
+    n BIGINT,
+    stderr DOUBLE,
+    low DOUBLE,
+    high DOUBLE,
+    tokenizer VARCHAR,
+    pad VARCHAR,
+    layout VARCHAR,
+    context BIGINT,
+    stride BIGINT,
+    split VARCHAR,
+    labels JSON NOT NULL
+);
+
+CREATE TABLE curves (
+    run_id VARCHAR NOT NULL,
+    step BIGINT NOT NULL,
+    tokens BIGINT NOT NULL,
+    name VARCHAR NOT NULL,
+    value DOUBLE NOT NULL
+);
+
+-- Records and curves that were left out, and the way out.
+CREATE TABLE refused (file VARCHAR NOT NULL, reason VARCHAR NOT NULL);
+
+CREATE TABLE experiments (
+    experiment VARCHAR PRIMARY KEY,
+    title VARCHAR NOT NULL,
+    paper VARCHAR NOT NULL,
+    note VARCHAR
+);
+
+CREATE TABLE conditions (
+    condition VARCHAR PRIMARY KEY,
+    label VARCHAR NOT NULL,
+    recipe VARCHAR NOT NULL,
+    corpus VARCHAR NOT NULL,
+    model JSON NOT NULL
+);
+
+CREATE TABLE experiment_conditions (
+    experiment VARCHAR NOT NULL,
+    condition VARCHAR NOT NULL,       -- or a benchmark's name
+    kind VARCHAR NOT NULL,            -- train | zeroshot | bench
+    seeds JSON NOT NULL
+);
+
+CREATE TABLE run_experiments (run_id VARCHAR NOT NULL, experiment VARCHAR NOT NULL);
+
+-- The paper's numbers, in the order in which it prints them.
+CREATE TABLE cells (
+    cell_id VARCHAR PRIMARY KEY,
+    position BIGINT NOT NULL,
+    "table" VARCHAR NOT NULL,
+    "row" VARCHAR NOT NULL,
+    "column" VARCHAR NOT NULL,
+    printed VARCHAR NOT NULL,
+    spread VARCHAR NOT NULL,
+    unit VARCHAR NOT NULL,
+    kind VARCHAR NOT NULL,            -- setting | count | derived | measured
+    n_seeds BIGINT,
+    place VARCHAR NOT NULL,
+    experiment VARCHAR NOT NULL,
+    condition VARCHAR NOT NULL,
+    seeds JSON NOT NULL,
+    metric VARCHAR NOT NULL,
+    labels JSON NOT NULL,
+    op VARCHAR NOT NULL,              -- '' | diff | ratio | percent | crossover
+    versus VARCHAR NOT NULL,
+    hardware VARCHAR NOT NULL,
+    note VARCHAR NOT NULL
+);
