@@ -80,14 +80,14 @@ class SEGate(nn.Module):
         super().__init__()
         lead = () if stack is None else (stack,)
         self.w_squeeze = nn.Parameter(torch.empty(*lead, hidden, top_k))
-        self.b_squeeze = nn.Parameter(torch.empty(*lead, 1, hidden))
+        self.squeeze_bias = nn.Parameter(torch.empty(*lead, 1, hidden))
         self.w_excite = nn.Parameter(torch.empty(*lead, top_k, hidden))
-        self.b_excite = nn.Parameter(torch.empty(*lead, 1, top_k))
+        self.excite_bias = nn.Parameter(torch.empty(*lead, 1, top_k))
 
     def forward(self, activations_K: Tensor) -> Tensor:
         """activations [(E,) n, K]; returns the gate, same shape."""
-        hidden = F.relu(activations_K.abs() @ self.w_squeeze.mT + self.b_squeeze)
-        return torch.sigmoid(hidden @ self.w_excite.mT + self.b_excite)
+        hidden = F.relu(activations_K.abs() @ self.w_squeeze.mT + self.squeeze_bias)
+        return torch.sigmoid(hidden @ self.w_excite.mT + self.excite_bias)
 
 
 def reference_rank1(mixture: Rank1Mixture, x: Tensor) -> Tensor:
