@@ -1,0 +1,207 @@
+"""Validation perplexity against step: our curves, and what the paper prints about its own."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+
+from mol.report.captions import HEADING, caption
+from mol.report.sheet import (
+    COLORS,
+    GROUND,
+    INK,
+    MUTED,
+    Drawing,
+    PanelRow,
+    Sheet,
+    label_points,
+    log_ticks,
+    nice_ticks,
+    say_missing,
+    short_number,
+)
+from mol.report.source import Row, Source, printed_number
+
+if TYPE_CHECKING:
+    from mol.report.figures import FigureSpec
+
+Curve = list[tuple[int, float]]
+_RIGHT = 1.42  # inches for names and values beside a panel
+
+
+def crossing_step(curve: Curve, baseline: Curve) -> float | None:
+    """The step from which `curve` (step, nll) stays below `baseline` to the end, interpolated
+    between common steps; None if it ends above or they share no step."""
+    other = dict(baseline)
+    gaps = [(step, value - other[step]) for step, value in curve if step in other]
+    if not gaps or gaps[-1][1] >= 0:
+        return None
+    above = [index for index, (_, gap) in enumerate(gaps) if gap >= 0]
+    if not above:
+        return float(gaps[0][0])
+    (start, before), (stop, after) = gaps[above[-1]], gaps[above[-1] + 1]
+    return start + (stop - start) * before / (before - after)
+
+
+def draw_curves(spec: FigureSpec, source: Source, scale: str) -> Drawing:
+    printed = {cell["condition"]: cell for cell in source.cells(spec.table, column=spec.column)}
+    runs = {
+        slug: [run for run in source.complete(scale, "train", slug) if _curve(source, run)]
+        for slug in spec.series
+    }
+    missing = [spec.series[slug].label for slug, found in runs.items() if not found]
+    crossings = _crossings(spec, source, runs)
+    used = [run for found in runs.values() for run in found]
+    notes = [f"Paper: printed final values and steps only ({spec.place}); no curve is traced."]
+    notes += [f"Our crossing of {_baseline(spec)}: {crossings[1]}."] if crossings[1] else []
+
+    same_axes = scale == "paper" and bool(used)
+    ours = PanelRow((HEADING[scale],), 2.3, right=_RIGHT)
+    rows = [PanelRow(("Paper: what it prints",), 1.45, right=_RIGHT)]
+    rows = [ours] if same_axes else [*rows, ours]
+    sheet = Sheet(spec.title, rows, caption(scale, used, missing, notes))
+    _draw_ours(sheet.axes[-1][0], spec, source, runs, crossings[0], printed if same_axes else {})
+    if not same_axes:
+        _draw_printed(sheet.axes[0][0], spec, printed)
+    return Drawing(sheet, _alt(spec, source, runs, printed, scale), missing)
+
+
+def _curve(source: Source, run: Row) -> Curve:
+    return source.validation_curve(run["run_id"])
+
+
+def _baseline(spec: FigureSpec) -> str:
+    return spec.series[spec.baseline].label
+
+
+def _crossings(
+    spec: FigureSpec, source: Source, runs: dict[str, list[Row]]
+) -> tuple[dict[str, float], str]:
+    """Crossing step by series for the first seed, and the same in words."""
+    if not spec.baseline or not runs[spec.baseline]:
+        return {}, ""
+    baseline = _curve(source, runs[spec.baseline][0])
+    steps = {
+        slug: crossing_step(_curve(source, runs[slug][0]), baseline)
+        for slug in spec.crossing
+        if runs[slug]
+    }
+    words = [
+        f"{spec.series[slug].label} " + ("never" if step is None else f"at step {step:,.0f}")
+        for slug, step in steps.items()
+    ]
+    return {slug: step for slug, step in steps.items() if step is not None}, ", ".join(words)
+
+
+def _draw_printed(axes: Axes, spec: FigureSpec, printed: dict[str, Row]) -> None:
+    values = {slug: printed_number(cell["printed"]) for slug, cell in printed.items()}
+    values = {slug: values[slug] for slug in spec.series if values.get(slug)}
+    axes.set(xlabel="step", xlim=(0, spec.final_step * 1.02))
+    axes.xaxis.set_major_formatter(short_number)
+    if not values:
+        say_missing(axes, "no printed values in the database")
+        return
+    _log_perplexity(axes, list(values.values()), room=0.25)
+    _draw_facts(axes, spec)
+    for slug, value in values.items():
+        style = spec.series[slug]
+        axes.plot(
+            spec.final_step, value, style.marker, color=COLORS[style.color], ms=6, mfc=GROUND,
+            clip_on=False, zorder=4,
+        )  # fmt: skip
+    label_points(
+        axes,
+        [
+            (spec.final_step, value, f"{spec.series[slug].label} {printed[slug]['printed']}",
+             COLORS[spec.series[slug].color])
+            for slug, value in values.items()
+        ],
+    )  # fmt: skip
+
+
+def _draw_facts(axes: Axes, spec: FigureSpec) -> None:
+    for index, fact in enumerate(spec.facts):
+        if len(fact.at) == 2:
+            axes.axvspan(*fact.at, color=MUTED, alpha=0.3, linewidth=0)
+        else:
+            axes.axvline(fact.at[0], color=MUTED, linewidth=1, linestyle=(0, (4, 2)))
+        axes.annotate(
+            textwrap.fill(fact.text, 24),
+            (fact.at[-1], 0.96 - 0.34 * index),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="top",
+            size=7,
+            color=INK,
+        )
+
+
+def _draw_ours(
+    axes: Axes,
+    spec: FigureSpec,
+    source: Source,
+    runs: dict[str, list[Row]],
+    crossings: dict[str, float],
+    printed: dict[str, Row],
+) -> None:
+    axes.set_xlabel("step")
+    names, seen = [], []
+    for slug, found in runs.items():
+        style = spec.series[slug]
+        color = COLORS[style.color]
+        for run in found:
+            steps, nll = zip(*_curve(source, run), strict=True)
+            perplexity = [math.exp(value) for value in nll]
+            many = len(steps) > 25
+            axes.plot(
+                steps, perplexity, "-" if many else f"-{style.marker}", color=color, ms=3.5,
+                linewidth=1.4,
+            )  # fmt: skip
+            seen += perplexity
+        if found:
+            names.append((steps[-1], perplexity[-1], f"{style.label} {perplexity[-1]:,.4g}", color))
+        value = printed_number(printed[slug]["printed"]) if slug in printed else None
+        if value:
+            axes.plot(spec.final_step, value, style.marker, color=color, ms=7, mfc=GROUND)
+            seen.append(value)
+    if not seen:
+        say_missing(axes, "no run recorded")
+        return
+    _log_perplexity(axes, seen, room=0.05)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(short_number)
+    if printed:
+        _draw_facts(axes, spec)
+    for slug, step in crossings.items():
+        axes.axvline(step, color=COLORS[spec.series[slug].color], linewidth=1, linestyle=":")
+    label_points(axes, names)
+
+
+def _log_perplexity(axes: Axes, values: list[float], room: float) -> None:
+    """Logarithmic y axis with round ticks and `room` of the range above and below."""
+    low, high = math.log(min(values)), math.log(max(values))
+    pad = max(high - low, 0.02) * room
+    limits = math.exp(low - pad), math.exp(high + pad)
+    axes.set(yscale="log", ylim=limits, ylabel="perplexity")
+    log_ticks(axes.yaxis, nice_ticks(*limits))
+
+
+def _alt(
+    spec: FigureSpec,
+    source: Source,
+    runs: dict[str, list[Row]],
+    printed: dict[str, Row],
+    scale: str,
+) -> str:
+    """Final values in words."""
+    parts = []
+    for slug, style in spec.series.items():
+        reported = printed[slug]["printed"] if slug in printed else "not printed"
+        ends = [math.exp(_curve(source, run)[-1][1]) for run in runs[slug]]
+        ours = ", ".join(f"{value:,.4g}" for value in ends) or "no run"
+        parts.append(f"{style.label}: paper {reported}, ours at {scale} scale {ours}")
+    return "Final perplexity. " + "; ".join(parts) + "."

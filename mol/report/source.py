@@ -1,0 +1,110 @@
+"""What figures and page read: the database, once, as plain rows."""
+
+import json
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from mol.base import UserError
+
+Row = dict[str, Any]
+
+SCALES = ("smoke", "proxy", "paper")
+_JSON = ("spec", "versions", "data", "notes", "labels", "seeds", "parts")
+_NUMBER = re.compile(r"[-+\N{MINUS SIGN}]?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
+
+
+def printed_number(text: str) -> float | None:
+    """The first number of a printed string ("~65", "36,292"), or None."""
+    found = _NUMBER.search(text)
+    return found and float(found[0].replace(",", "").replace("\N{MINUS SIGN}", "-"))
+
+
+class Source:
+    """Rows of a database; a table that it lacks reads as empty."""
+
+    def __init__(self, path: Path):
+        """Raises UserError if `path` is no readable DuckDB file."""
+        if not path.is_file():
+            raise UserError(f"{path}: no such database; `mol store build` makes it")
+        try:
+            with duckdb.connect(str(path), read_only=True) as database:
+                names = database.execute(
+                    "SELECT table_name FROM information_schema.tables ORDER BY ALL"
+                ).fetchall()
+                self._rows = {name: _read(database, name) for (name,) in names if name != "curves"}
+                self._curves = _read_curves(database) if ("curves",) in names else {}
+        except duckdb.Error as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"{path}: not a readable database ({reason}); rebuild it") from None
+
+    def table(self, name: str) -> list[Row]:
+        return self._rows.get(name, [])
+
+    @cached_property
+    def runs(self) -> dict[str, Row]:
+        """Runs by id, complete or not, each with its metrics."""
+        runs = {row["run_id"]: row | {"metrics": []} for row in self.table("runs")}
+        for metric in self.table("metrics"):
+            if metric["run_id"] in runs:
+                runs[metric["run_id"]]["metrics"].append(metric)
+        return dict(sorted(runs.items()))
+
+    @cached_property
+    def experiments(self) -> dict[str, list[str]]:
+        """Experiment -> ids of its runs."""
+        found: dict[str, list[str]] = {}
+        for row in sorted(self.table("run_experiments"), key=lambda row: row["run_id"]):
+            found.setdefault(row["experiment"], []).append(row["run_id"])
+        return found
+
+    @property
+    def scales(self) -> list[str]:
+        """Scales that have complete runs, smallest first."""
+        present = {run["scale"] for run in self.runs.values() if run["status"] == "complete"}
+        return [scale for scale in SCALES if scale in present]
+
+    def complete(self, scale: str, kind: str, condition: str | None = None) -> list[Row]:
+        """Complete runs of a kind, and of a condition if one is given, in order of seed."""
+        runs = [
+            run
+            for run in self.runs.values()
+            if run["status"] == "complete"
+            and (run["scale"], run["kind"]) == (scale, kind)
+            and condition in (None, run["condition"])
+        ]
+        return sorted(runs, key=lambda run: (run["condition"], run["seed"], run["run_id"]))
+
+    def validation_curve(self, run_id: str) -> list[tuple[int, float]]:
+        """(step, nll in nat/token) of the validation set, PAD masked where there is any."""
+        return self._curves.get(run_id, [])
+
+    def cells(self, table: str, **where: str) -> list[Row]:
+        """Printed numbers of a table, in printed order, that have these values."""
+        return [
+            cell
+            for cell in self.table("cells")
+            if cell["table"] == table and all(cell[key] == where[key] for key in where)
+        ]
+
+
+def _read(database: duckdb.DuckDBPyConnection, name: str) -> list[Row]:
+    cursor = database.execute(f'SELECT * FROM "{name}" ORDER BY rowid')
+    columns = [column[0] for column in cursor.description]
+    rows = [dict(zip(columns, values, strict=True)) for values in cursor.fetchall()]
+    for row in rows:
+        row |= {key: json.loads(row[key]) for key in _JSON if isinstance(row.get(key), str)}
+    return rows
+
+
+def _read_curves(database: duckdb.DuckDBPyConnection) -> dict[str, list[tuple[int, float]]]:
+    curves: dict[str, list[tuple[int, float]]] = {}
+    rows = database.execute(
+        "SELECT run_id, step, value FROM curves WHERE name = 'validation_nll' ORDER BY ALL"
+    )
+    for run_id, step, value in rows.fetchall():
+        curves.setdefault(run_id, []).append((step, value))
+    return curves
