@@ -108,7 +108,8 @@ class RoutePlan:
             y_TkD = y_TkD.view(-1, self.slots, y_ND.shape[-1])
         if weights_Tk is None:
             return y_TkD.sum(1)
-        return torch.einsum("tkd,tk->td", y_TkD, weights_Tk.to(y_ND.dtype))
+        # Not an einsum: batched matrix-vector products are 2 to 4 times slower here on a CPU.
+        return (y_TkD * weights_Tk.to(y_ND.dtype)[..., None]).sum(1)
 
     def expand(self, weight_EM: Tensor) -> Tensor:
         """Each row's own block's row of `weight_EM`: [N, M], or [1, M] for one block."""

@@ -1,0 +1,158 @@
+"""Split stage: thin blocks side by side, routed by token, summed onto the residual (Eq. 2).
+
+Shape suffixes: B sequences, T positions, X = B T tokens, D = d_model, E routed blocks, k slots,
+N packed rows.
+
+    stage = SplitStage(config, d_model)
+    y_BTD, balance, routes_BTk = stage(x_BTD, rope)
+    cache = stage.new_cache(batch, max_len)
+    stage(prompt_BTD, rope, cache)                      # fills an empty cache, or ...
+    y_BD = stage.step(x_BD, rope, position, cache)      # ... one token at a time
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mol.model.config import SplitLayer
+from mol.model.thin_block import ThinBlocks
+from mol.ops.attention import Rope
+from mol.ops.dispatch import RoutePlan
+
+
+@dataclass
+class StageCache:
+    shared: object | None
+    routed: object
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Softmax over the candidates, the chosen ones and their weights w_i of Eq. 2."""
+
+    probability_XE: Tensor
+    chosen_Xk: Tensor
+    weights_Xk: Tensor
+
+
+class SplitStage(nn.Module):
+    """x + combination of S shared blocks and the k best of E routed ones (Eq. 2).
+
+    The shared blocks use softmax attention on every token. With `coverage = routed` a routed block
+    sees only its own tokens, in order, at their original positions; with `full` it sees all of
+    them and the routes only weigh outputs. Options of Eq. 2 (`SplitLayer`), with P the softmax over
+    the E candidates, TB a thin block:
+
+    - `weights_over`: w = P renormalized over the chosen k (`selected`), or P as it is (`all`).
+    - `divide_by_k` with `shared_weight = in_mean`: x + (sum_shared TB + sum_chosen w TB) / (S + k);
+      with `unit`: x + sum_shared TB + sum_chosen w TB / k. Without `divide_by_k` nothing is
+      divided, and the two agree.
+    - `router = none`: the uniform composition of 2.2. Every block weighs 1 / E, before the sum or
+      as the divisor, so `weights_over` has no say.
+    """
+
+    def __init__(self, config: SplitLayer, d_model: int):
+        super().__init__()
+        self.config = config
+        n_routed = config.n_routed
+        self.shared = (
+            ThinBlocks(d_model, config, config.n_shared, "softmax") if config.n_shared else None
+        )
+        self.routed = ThinBlocks(d_model, config, n_routed, config.attention)
+        linear = config.router == "linear"
+        self.router = nn.Parameter(torch.empty(n_routed, d_model)) if linear else None
+        # Blocks that every token chooses see every token, whatever the coverage.
+        self.full = config.coverage == "full" or config.top_k == n_routed
+        self.init_weights()
+
+    def init_weights(self, std: float = 0.02, residual_std: float = 0.02) -> None:
+        """Initialize everything inside the stage; see `ThinBlocks.init_weights`."""
+        for blocks in filter(None, (self.shared, self.routed)):
+            blocks.init_weights(std, residual_std)
+        if self.router is not None:
+            nn.init.normal_(self.router, std=std)
+
+    def forward(
+        self, x_BTD: Tensor, rope: Rope, cache: StageCache | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(y [B, T, D], CV^2 balance loss (0-dim, 0 without router), routes [B, T, k] or None)."""
+        batch, length, width = x_BTD.shape
+        x_XD = x_BTD.reshape(-1, width)
+        routes = self.route(x_XD)
+        plan, weights = self._plan(routes, batch, length, x_XD.device)
+        routed_ND = self.routed(x_XD, plan, rope, cache and cache.routed)
+        shared_XD = None
+        if self.shared is not None:
+            every = RoutePlan.full(self.config.n_shared, batch, length, x_XD.device)
+            shared_XD = every.combine(self.shared(x_XD, every, rope, cache and cache.shared))
+        y_BTD = self._compose(x_XD, shared_XD, plan.combine(routed_ND, weights)).view_as(x_BTD)
+        if routes is None:
+            return y_BTD, x_BTD.new_zeros((), dtype=torch.float32), None
+        routes_BTk = routes.chosen_Xk.view(batch, length, -1)
+        return y_BTD, balance_loss(routes.probability_XE), routes_BTk
+
+    def new_cache(self, batch: int, max_len: int) -> StageCache:
+        shared = self.shared and self.shared.new_cache(batch, max_len)
+        return StageCache(shared, self.routed.new_cache(batch, max_len))
+
+    def step(self, x_BD: Tensor, rope: Rope, position: int, cache: StageCache) -> Tensor:
+        """One token a sequence, all at `position`; computes only the chosen blocks, [B, D]."""
+        batch = x_BD.shape[0]
+        plan, weights = self._plan(self.route(x_BD), batch, 1, x_BD.device)
+        routed_ND = self.routed.step(x_BD, plan, rope, position, cache.routed)
+        shared_BD = None
+        if self.shared is not None:
+            every = RoutePlan.full(self.config.n_shared, batch, 1, x_BD.device)
+            shared_ND = self.shared.step(x_BD, every, rope, position, cache.shared)
+            shared_BD = every.combine(shared_ND)
+        return self._compose(x_BD, shared_BD, plan.combine(routed_ND, weights))
+
+    def inactive_parameters(self) -> int:
+        """Weights of the routed blocks that a token leaves out."""
+        idle = self.config.n_routed - self.config.top_k
+        return sum(p.numel() for p in self.routed.parameters()) // self.config.n_routed * idle
+
+    def route(self, x_XD: Tensor) -> Routes | None:
+        """Scores in fp32 at least, also inside autocast: rounded scores would tie."""
+        if self.router is None:
+            return None
+        wide = torch.promote_types(self.router.dtype, torch.float32)
+        with torch.autocast(x_XD.device.type, enabled=False):
+            scores_XE = F.linear(x_XD.to(wide), self.router.to(wide))
+            probability_XE = scores_XE.softmax(-1)
+        weights_Xk, chosen_Xk = probability_XE.topk(self.config.top_k, -1)
+        if self.config.weights_over == "selected":
+            weights_Xk = weights_Xk / weights_Xk.sum(-1, keepdim=True)
+        return Routes(probability_XE, chosen_Xk, weights_Xk)
+
+    def _plan(
+        self, routes: Routes | None, batch: int, length: int, device: torch.device
+    ) -> tuple[RoutePlan, Tensor | None]:
+        """The packed order and the weight of each (token, slot); None: all equal."""
+        n_routed = self.config.n_routed
+        if not self.full:
+            chosen_BTk = routes.chosen_Xk.view(batch, length, -1)
+            return RoutePlan.routed(chosen_BTk, n_routed), routes.weights_Xk
+        plan = RoutePlan.full(n_routed, batch, length, device)
+        if routes is None:
+            return plan, None
+        weights_XE = torch.zeros_like(routes.probability_XE)
+        return plan, weights_XE.scatter(1, routes.chosen_Xk, routes.weights_Xk)
+
+    def _compose(self, x_XD: Tensor, shared_XD: Tensor | None, routed_XD: Tensor) -> Tensor:
+        config = self.config
+        in_mean = config.shared_weight == "in_mean"
+        if config.divide_by_k and in_mean:
+            total_XD = routed_XD if shared_XD is None else shared_XD + routed_XD
+            return x_XD + total_XD / (config.n_shared + config.top_k)
+        if config.divide_by_k or self.router is None:
+            routed_XD = routed_XD / config.top_k
+        return x_XD + (routed_XD if shared_XD is None else shared_XD + routed_XD)
+
+
+def balance_loss(probability_XE: Tensor) -> Tensor:
+    """CV^2 of the blocks' mean probability: population variance over squared mean (2.2)."""
+    mean_E = probability_XE.mean(0)
+    return mean_E.var(correction=0) / mean_E.mean().square()
