@@ -1,0 +1,69 @@
+"""Does a text occur in the training split? By runs of 13 normalized words."""
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from mol.data.meta import check_split, check_tokenizer, load_meta
+from mol.data.tokenizers import load_tokenizer
+
+N = 13  # words; the length GPT-3's decontamination settled on
+SHORTEST = 8  # words; below that a match says nothing
+BLOCK = 1 << 20  # tokens decoded at a time
+
+
+def words(text: str) -> list[str]:
+    """Lower-case runs of letters and digits; bracketed tags such as "[step]" are dropped, since
+    the scorers drop them too."""
+    return re.findall(r"[^\W_]+", re.sub(r"\[[^\]]*\]", " ", text.lower()))
+
+
+def ngrams(text: str) -> set[str]:
+    """All runs of 13 words; of a text of 8 to 12 words the whole; of a shorter one nothing."""
+    found = words(text)
+    n = min(N, len(found))
+    return set() if n < SHORTEST else _runs(found, n)
+
+
+def _runs(found: list[str], n: int) -> set[str]:
+    return {" ".join(found[i : i + n]) for i in range(len(found) - n + 1)}
+
+
+def overlap(texts: Iterable[str], folder: Path) -> list[int]:
+    """Indices of the `texts` that share a run of 13 words with the training split of `folder`
+    (a prepared corpus): what zero-shot must not score. Texts of 8 to 12 words match as a whole;
+    shorter ones are never reported.
+
+    The n-grams of `texts` are held in memory and the shard is decoded in blocks past them. PAD is
+    removed and rows are joined, so a run that a row boundary cuts is found as well; words that
+    were dropped with a short tail were never trained on and do not count.
+    """
+    grams = [ngrams(text) for text in texts]
+    wanted = set().union(*grams)
+    lengths = {gram.count(" ") + 1 for gram in wanted}
+    seen: set[str] = set()
+    for block in _training_words(Path(folder)) if wanted else ():
+        for n in lengths:
+            seen |= _runs(block, n) & wanted
+    return [i for i, gram in enumerate(grams) if gram & seen]
+
+
+def _training_words(folder: Path) -> Iterator[list[str]]:
+    meta = load_meta(folder)
+    check_tokenizer(folder, meta)
+    ids = np.memmap(check_split(folder, meta, "train"), dtype="<u2", mode="r")
+    tokenizer = load_tokenizer(folder)
+    carried: list[str] = []
+    overhang = 2 * N  # tokens decoded again with the next block, whose first word may be cut
+    for start in range(0, len(ids), BLOCK):
+        part = ids[max(0, start - overhang) : start + BLOCK]
+        text = _decode(tokenizer, part[part != meta.pad_id] if meta.pad_id is not None else part)
+        block = words(text)
+        yield carried + block
+        carried = block[-3 * N :]
+
+
+def _decode(tokenizer, ids) -> str:
+    return tokenizer.decode(ids.tolist(), skip_special_tokens=True)
