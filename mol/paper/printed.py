@@ -1,0 +1,80 @@
+"""Printed numbers and the real numbers that would print so: "31.2" is [31.15, 31.25]."""
+
+import math
+import re
+
+from mol.base import Frozen
+
+SUFFIX = {"K": 1e3, "M": 1e6, "B": 1e9}
+NUMBER = re.compile(
+    r"(?P<sign>[+-]?)(?P<digits>\d[\d,]*)(?:\.(?P<decimals>\d+))?(?:×10\^(?P<power>-?\d+))?"
+    r" ?(?P<suffix>[KMB])?(?:%|×|h| s/s|†)?"
+)
+
+
+class Printed(Frozen):
+    """The number a string prints, and the closed interval of reals that print as that string.
+
+    `below`: printed as "<5", so the interval has no lower end and excludes the number itself.
+    """
+
+    value: float
+    low: float
+    high: float
+    below: bool = False
+
+    model_config = Frozen.model_config | {"allow_inf_nan": True}
+
+    def prints(self, x: float) -> bool:
+        """Whether `x` rounds to this string, halves away from zero."""
+        x = float(f"{x:.10g}")
+        if self.below:
+            return x < self.high
+        if self.low == self.high:
+            return x == self.low
+        if self.value < 0:
+            return self.low < x <= self.high
+        return self.low <= x < self.high
+
+    def meets(self, low: float, high: float) -> bool:
+        """Whether some number of [low, high] prints so."""
+        slack = 1e-9 * max(abs(self.value), abs(low), abs(high))
+        return low <= self.high + slack and high >= self.low - slack
+
+
+def _number(text: str, loose: bool, kilo: float, default_suffix: str = "") -> tuple[float, float]:
+    """(value, half a unit of the last digit); with `loose`, trailing zeros are not digits."""
+    match = NUMBER.fullmatch(text)
+    if not match:
+        raise ValueError(f"{text!r} is not a printed number")
+    whole, decimals = match["digits"].replace(",", ""), match["decimals"] or ""
+    suffix = match["suffix"] or default_suffix
+    scale = 10.0 ** int(match["power"] or 0) * ({**SUFFIX, "K": kilo}[suffix] if suffix else 1.0)
+    zeros = len(whole) - len(whole.rstrip("0")) if loose and not decimals and int(whole) else 0
+    unit = 10.0 ** (zeros - len(decimals)) * scale
+    value = float(f"{match['sign']}{whole}.{decimals or 0}") * scale
+    return value, unit / 2
+
+
+def parse(text: str, kilo: float = 1e3) -> Printed:
+    """Read a printed number, such as "+0.90", "~43M", "≈0.98×", "<5%", "5.7×10^-6", "10K-12K".
+
+    `kilo` is what K stands for (1,024 in context lengths). "~" or "≈" makes trailing zeros of a
+    whole number insignificant: "~800" is [750, 850]. A range "a-b" is [a, b], widened by half a
+    unit when it is approximate; its value is the middle. Raises ValueError on anything else.
+    """
+    loose, below = text[:1] in "~≈" and bool(text), text.startswith("<")
+    body = text[1:] if loose or below else text
+    ends = re.split(r"(?<=[\dKMB])[-–]", body)
+    if len(ends) == 2:
+        suffix = NUMBER.fullmatch(ends[1])
+        shared = (suffix["suffix"] or "") if suffix else ""
+        (low, half), (high, _) = (_number(end, loose, kilo, shared) for end in ends)
+        if low >= high:
+            raise ValueError(f"{text!r} is an empty range")
+        half = half if loose else 0.0
+        return Printed(value=(low + high) / 2, low=low - half, high=high + half)
+    value, half = _number(body, loose, kilo)
+    if below:
+        return Printed(value=value, low=-math.inf, high=value, below=True)
+    return Printed(value=value, low=value - half, high=value + half)
