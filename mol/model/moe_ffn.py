@@ -7,14 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mol.model.split_stage import balance_loss
 from mol.ops.dispatch import RoutePlan
 from mol.ops.grouped import grouped_mm
-
-
-def cv_squared(probability_nN: Tensor) -> Tensor:
-    """Squared coefficient of variation of the mean routing probabilities (2.2)."""
-    mean_N = probability_nN.mean(0)
-    return mean_N.var(correction=0) / mean_N.mean() ** 2
 
 
 class Experts(nn.Module):
@@ -72,7 +67,7 @@ class RoutedFFN(nn.Module):
         kept_nk, chosen_nk = probability_nN.topk(self.top_k, dim=-1)
         weights_nk = kept_nk / kept_nk.sum(-1, keepdim=True)
         y_nD = self.experts(x_nD, chosen_nk, weights_nk)
-        return y_nD.view_as(x_BTD), cv_squared(probability_nN)
+        return y_nD.view_as(x_BTD), balance_loss(probability_nN)
 
 
 def reference_routed(ffn: RoutedFFN, x_nD: Tensor) -> Tensor:

@@ -23,8 +23,6 @@ class Rank1Mixture(nn.Module):
     `stack` = E holds E independent mixtures in tensors [E, ...], one for each thin block.
     """
 
-    residual_outputs = ("v",)
-
     def __init__(self, d: int, config: Rank1FFN, stack: int | None = None):
         super().__init__()
         self.config = config
@@ -35,6 +33,13 @@ class Rank1Mixture(nn.Module):
         self.w_proj = nn.Parameter(torch.empty(*lead, r, d))
         self.routing = nn.Parameter(torch.empty(*lead, n, 2, r))
         self.gate = SEGate(config.top_k, config.se_hidden, stack) if config.se_hidden else None
+
+    def init_weights(self, std: float, residual_std: float) -> None:
+        for weight in (self.u, self.w_proj, self.routing):
+            nn.init.normal_(weight, std=std)
+        nn.init.normal_(self.v, std=residual_std)
+        if self.gate is not None:
+            self.gate.init_weights(std)
 
     def cosines(self, x: Tensor) -> Tensor:
         """cos(W_proj x, c_i) as [(E,) n, N], in the parameters' precision even under autocast:
@@ -74,8 +79,6 @@ class SEGate(nn.Module):
     magnitudes, strongest route first, pass K -> hidden -> K with biases, ReLU between and a
     sigmoid after; the result in (0, 1) multiplies the routing weights."""
 
-    residual_outputs = ()
-
     def __init__(self, top_k: int, hidden: int, stack: int | None = None):
         super().__init__()
         lead = () if stack is None else (stack,)
@@ -83,6 +86,12 @@ class SEGate(nn.Module):
         self.squeeze_bias = nn.Parameter(torch.empty(*lead, 1, hidden))
         self.w_excite = nn.Parameter(torch.empty(*lead, top_k, hidden))
         self.excite_bias = nn.Parameter(torch.empty(*lead, 1, top_k))
+
+    def init_weights(self, std: float) -> None:
+        for weight in (self.w_squeeze, self.w_excite):
+            nn.init.normal_(weight, std=std)
+        for bias in (self.squeeze_bias, self.excite_bias):
+            nn.init.zeros_(bias)
 
     def forward(self, activations_K: Tensor) -> Tensor:
         """activations [(E,) n, K]; returns the gate, same shape."""

@@ -18,7 +18,7 @@ from mol.ops.dispatch import RoutePlan
 from mol.ops.grouped import grouped_mm
 
 ATTENTION = {"softmax": SoftmaxAttention, "deltanet": GatedDeltaNet}
-EPS = 1e-6
+EPS = 1e-5
 
 
 class ThinBlocks(nn.Module):
@@ -43,7 +43,6 @@ class ThinBlocks(nn.Module):
         else:
             self.rank1 = Rank1Mixture(width, config.rank1, stack=n_blocks)
         self.up = nn.Parameter(torch.empty(n_blocks, width, d_model))
-        self.init_weights()
 
     def init_weights(self, std: float = 0.02, residual_std: float = 0.02) -> None:
         """Normal weights, unit norms; `residual_std` for what adds to the residual inside a block
@@ -58,9 +57,7 @@ class ThinBlocks(nn.Module):
             nn.init.normal_(self.ffn_in, std=std)
             nn.init.normal_(self.ffn_out, std=residual_std)
         else:
-            for name, weight in self.rank1.named_parameters():
-                is_output = name in self.rank1.residual_outputs
-                nn.init.normal_(weight, std=residual_std if is_output else std)
+            self.rank1.init_weights(std, residual_std)
 
     def forward(self, x_XD: Tensor, plan: RoutePlan, rope: Rope, cache=None) -> Tensor:
         """Outputs of the planned rows in packed order, [N, D]; fills an empty `cache`."""

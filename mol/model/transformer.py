@@ -1,0 +1,204 @@
+"""The decoder-only language model around every kind of layer the paper trains (4.2).
+
+Shapes: B batch, T tokens, D = d_model, V vocabulary, k routed blocks a token.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mol.model.attention import SoftmaxAttention
+from mol.model.config import Layer, ModelConfig
+from mol.model.delta import GatedDeltaNet
+from mol.model.high_rank import HighRankMoE
+from mol.model.moe_ffn import RoutedFFN
+from mol.model.rank1 import Rank1Mixture
+from mol.model.split_stage import SplitStage
+from mol.model.thin_block import EPS
+from mol.ops.attention import Rope
+
+
+class ModelOutput(NamedTuple):
+    """`hidden` [B, T, D] after the final norm; `balance` the CV^2 loss averaged over the routed
+    layers, 0 without one (0-dim); `routes` the chosen blocks [B, T, k] of each split layer with a
+    linear router, numbered among the routed blocks, first layer first."""
+
+    hidden: Tensor
+    balance: Tensor
+    routes: list[Tensor]
+
+
+class Cache:
+    """Decoding state: one cache a layer and the number of tokens seen."""
+
+    def __init__(self, layers: list, max_len: int):
+        self.layers = layers
+        self.max_len = max_len
+        self.position = 0
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    """RMSNorm with a weight, or LayerNorm with weight and bias."""
+    kind = nn.RMSNorm if config.norm == "rms" else nn.LayerNorm
+    return kind(config.d_model, eps=EPS)
+
+
+class DenseFFN(nn.Module):
+    """Two matrices, tanh-form GELU between, no bias: 2 D f weights."""
+
+    def __init__(self, d: int, d_ff: int):
+        super().__init__()
+        self.w_in = nn.Parameter(torch.empty(d, d_ff))
+        self.w_out = nn.Parameter(torch.empty(d_ff, d))
+
+    def init_weights(self, std: float, residual_std: float) -> None:
+        nn.init.normal_(self.w_in, std=std)
+        nn.init.normal_(self.w_out, std=residual_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x @ self.w_in, approximate="tanh") @ self.w_out
+
+
+def _has_router(layer: Layer) -> bool:
+    if layer.kind == "split":
+        return layer.router == "linear"
+    return layer.kind in ("moe_ffn", "high_rank_moe")
+
+
+def make_ffn(d: int, layer: Layer) -> nn.Module:
+    """The feed-forward half of a full-width layer."""
+    if layer.kind == "dense":
+        return DenseFFN(d, layer.d_ff)
+    if layer.kind == "ct_moe":
+        return Rank1Mixture(d, layer.ffn)
+    if layer.kind == "moe_ffn":
+        return RoutedFFN(d, layer.n_experts, layer.top_k, layer.d_ff)
+    return HighRankMoE(d, layer.n_experts, layer.top_k, layer.rank)
+
+
+class FullWidthLayer(nn.Module):
+    """x + attention(norm(x)), then x + ffn(norm(x)), at width D."""
+
+    def __init__(self, config: ModelConfig, layer: Layer):
+        super().__init__()
+        delta = layer.kind == "dense" and layer.attention == "deltanet"
+        attention = GatedDeltaNet if delta else SoftmaxAttention
+        self.attention_norm = make_norm(config)
+        self.attention = attention(config.d_model, layer.n_heads)
+        self.ffn_norm = make_norm(config)
+        self.ffn = make_ffn(config.d_model, layer)
+
+    def init_weights(self, std: float, residual_std: float) -> None:
+        for norm in (self.attention_norm, self.ffn_norm):
+            norm.reset_parameters()
+        for half in (self.attention, self.ffn):
+            half.init_weights(std, residual_std)
+
+    def _ffn(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        y, balance = self.ffn(self.ffn_norm(x)), None
+        if isinstance(self.ffn, RoutedFFN):
+            y, balance = y
+        return x + y, balance
+
+    def forward(self, x_BTD: Tensor, rope: Rope, cache=None) -> tuple[Tensor, Tensor | None, None]:
+        """(y [B, T, D], CV^2 of routed FFN experts, None: no blocks are routed)."""
+        attended_BTD = self.attention(self.attention_norm(x_BTD), rope, cache)
+        return *self._ffn(x_BTD + attended_BTD), None
+
+    def new_cache(self, batch: int, max_len: int):
+        return self.attention.new_cache(batch, max_len)
+
+    def step(self, x_BD: Tensor, rope: Rope, position: int, cache) -> Tensor:
+        normed = self.attention_norm(x_BD)
+        return self._ffn(x_BD + self.attention.step(normed, rope, position, cache))[0]
+
+
+class LanguageModel(nn.Module):
+    """Tied embedding, pre-norm layers, one final norm.
+
+    Weights are N(0, init_std), residual output projections N(0, init_std / sqrt(2 L)), from the
+    global generator; on the meta device nothing is drawn. `checkpoint_activations = True`
+    recomputes each layer in the backward pass.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.checkpoint_activations = False
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.layers = nn.ModuleList(
+            SplitStage(layer, config.d_model)
+            if layer.kind == "split"
+            else FullWidthLayer(config, layer)
+            for layer in config.layers()
+        )
+        self.norm = make_norm(config)
+        self._n_routed = sum(_has_router(layer) for layer in config.layers())
+        # Not modules: the tables are shared by all layers whose heads have one width.
+        shared: dict[int, Rope] = {}
+        self._ropes = [
+            shared.setdefault(head, Rope(head, config.rope_base))
+            for head in (self._head_width(layer) for layer in config.layers())
+        ]
+        self.init_weights()
+
+    def _head_width(self, layer: Layer) -> int:
+        width = layer.d_thin if layer.kind == "split" else self.config.d_model
+        return width // layer.n_heads
+
+    def init_weights(self) -> None:
+        """Draw all weights anew from the global generator."""
+        std = self.config.init_std
+        residual_std = std / (2 * self.config.n_layers) ** 0.5
+        nn.init.normal_(self.embedding.weight, std=std)
+        for layer in self.layers:
+            layer.init_weights(std, residual_std)
+        self.norm.reset_parameters()
+
+    def forward(self, ids_BT: Tensor, cache: Cache | None = None) -> ModelOutput:
+        """Token ids [B, T] (int64) to hidden states; also fills an empty `cache`."""
+        x_BTD = self.embedding(ids_BT)
+        balances, routes = [], []
+        recompute = self.checkpoint_activations and cache is None and torch.is_grad_enabled()
+        held = cache.layers if cache else [None] * len(self.layers)
+        for layer, rope, layer_cache in zip(self.layers, self._ropes, held, strict=True):
+            if recompute:
+                output = checkpoint(
+                    layer, x_BTD, rope, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                output = layer(x_BTD, rope, layer_cache)
+            x_BTD, balance, route = output
+            if balance is not None:
+                balances.append(balance)
+            if route is not None:
+                routes.append(route)
+        if cache:
+            cache.position += ids_BT.shape[1]
+        balance = sum(balances, x_BTD.new_zeros(())) / max(1, self._n_routed)
+        return ModelOutput(self.norm(x_BTD), balance, routes)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Product with the tied embedding, [..., D] to [..., V]."""
+        return F.linear(hidden, self.embedding.weight)
+
+    def new_cache(self, batch: int, max_len: int) -> Cache:
+        """Room for `max_len` tokens of each of `batch` sequences."""
+        return Cache([layer.new_cache(batch, max_len) for layer in self.layers], max_len)
+
+    @torch.no_grad()
+    def step(self, ids_B: Tensor, cache: Cache) -> Tensor:
+        """Feed one token of each sequence and return the next one's logits [B, V].
+        Raises ValueError when the cache is full."""
+        if cache.position >= cache.max_len:
+            raise ValueError(
+                f"the cache holds {cache.max_len} tokens; create it with a larger max_len"
+            )
+        x_BD = self.embedding(ids_B)
+        for layer, rope, held in zip(self.layers, self._ropes, cache.layers, strict=True):
+            x_BD = layer.step(x_BD, rope, cache.position, held)
+        cache.position += 1
+        return self.logits(self.norm(x_BD))
