@@ -14,13 +14,14 @@ from mol.report.sheet import (
     Drawing,
     PanelRow,
     Sheet,
+    figure_text,
     label_points,
     log_ticks,
     nice_ticks,
     say_missing,
     short_number,
 )
-from mol.report.source import Row, Source, printed_number
+from mol.report.source import Row, Source, printed_value
 
 if TYPE_CHECKING:
     from mol.report.figures import FigureSpec
@@ -59,7 +60,8 @@ def draw_bench(spec: FigureSpec, source: Source, scale: str) -> Drawing:
         HEADING[scale] + (f" ({hardware})" if len(benches) > 1 else "") for hardware in benches
     ] or [HEADING[scale]]
     rows = _printed_rows(list(groups))
-    ours = [PanelRow((name,), 2.1, right=_RIGHT) for name in names]
+    height = 2.1 if benches else 0.8
+    ours = [PanelRow((name,), height, right=_RIGHT) for name in names]
     sheet = Sheet(spec.title, [*rows, *ours], caption(scale, used, missing, notes))
     _draw_groups(sheet.axes[: len(rows)], spec, source, groups)
     panels = [row[0] for row in sheet.axes[len(rows) :]]
@@ -68,19 +70,21 @@ def draw_bench(spec: FigureSpec, source: Source, scale: str) -> Drawing:
         if spec.ratio:
             _write_ratios(axes, _ratios(spec, points))
     if not benches:
-        say_missing(panels[0], "no run recorded")
+        say_missing(panels[0], f"no complete run at {scale} scale")
     return Drawing(sheet, _alt(spec, groups, benches, scale), missing)
 
 
 def _printed(spec: FigureSpec, source: Source) -> dict[str, Points]:
     """Printed points by the GPU they were printed for."""
     groups: dict[str, Points] = {}
-    for cell in source.cells(spec.table, metric=spec.metric, op=""):
-        labels, value = cell["labels"], printed_number(cell["printed"])
+    place = f"Table {spec.table}"  # its rows; what the caption repeats has another place
+    for cell in source.cells(spec.table, metric=spec.metric, op="", place=place):
+        labels = cell["labels"]
         series = labels.get(spec.by)
-        if series in spec.series and spec.x in labels and value:
+        if series in spec.series and spec.x in labels:
+            point = Point(float(labels[spec.x]), printed_value(cell))
             points = groups.setdefault(cell["hardware"], {})
-            points.setdefault((series, ""), []).append(Point(float(labels[spec.x]), value))
+            points.setdefault((series, ""), []).append(point)
     return groups
 
 
@@ -103,7 +107,8 @@ def _printed_rows(groups: list[str]) -> list[PanelRow]:
     pairs = [tuple(groups[start : start + 2]) for start in range(0, len(groups), 2)]
     if len(pairs[-1]) == 1:
         pairs[-1] = (pairs[-1][0], "")
-    return [key, *(PanelRow(pair, 1.15) for pair in pairs)]
+    upper = [PanelRow(pair, 1.15, gap=0.45, below=0.28) for pair in pairs[:-1]]
+    return [key, *upper, PanelRow(pairs[-1], 1.15, gap=0.45)]
 
 
 def _draw_groups(
@@ -115,7 +120,9 @@ def _draw_groups(
     if len(groups) > 1:
         _draw_key(rows.pop(0)[0], spec)
     panels = [axes for row in rows for axes in row]
-    everything = [point for points in groups.values() for found in points.values() for point in found]
+    everything = [
+        point for points in groups.values() for found in points.values() for point in found
+    ]
     for axes, points in zip(panels, groups.values(), strict=False):
         for (slug, _), found in points.items():
             style = spec.series[slug]
@@ -124,6 +131,11 @@ def _draw_groups(
                 color=COLORS[style.color], mfc=GROUND, mew=1.3,
             )  # fmt: skip
         _log_log(axes, spec, everything)
+    for index, row in enumerate(rows):
+        for axes in row[1:]:
+            axes.set_ylabel("")
+        for axes in row if index < len(rows) - 1 else []:
+            axes.set_xlabel("")
     for spare in panels[len(groups) :]:
         spare.set_axis_off()
     if len(groups) == 1:
@@ -182,10 +194,11 @@ def _log_log(axes: Axes, spec: FigureSpec, points: list[Point]) -> None:
     lengths = sorted({point.x for point in points})
     low, high = min(point.y for point in points), max(point.y for point in points)
     room = (high / low) ** 0.08 * 1.05
-    limits = low / room, high * room * (1.12 if spec.ratio else 1.0)
+    limits = low / room, high * room ** (2 if spec.ratio else 1)
     axes.set(xscale="log", yscale="log", ylim=limits, xlabel=spec.x_label, ylabel=spec.y_label)
     axes.set_xlim(lengths[0] / 1.25, lengths[-1] * 1.25)
-    log_ticks(axes.xaxis, lengths)
+    inches = axes.get_window_extent().width / axes.figure.dpi
+    log_ticks(axes.xaxis, lengths, room=inches / 0.36)
     log_ticks(axes.yaxis, nice_ticks(*limits))
 
 
@@ -208,7 +221,7 @@ def _alt(
     def words(points: Points) -> str:
         return "; ".join(
             f"{spec.series[slug].label}{f' ({path})' if path else ''} "
-            + ", ".join(f"{point.y:,.4g} at {short_number(point.x)}" for point in found)
+            + ", ".join(f"{figure_text(point.y)} at {short_number(point.x)}" for point in found)
             for (slug, path), found in points.items()
         )
 

@@ -7,7 +7,9 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
+from mol.paper.printed import parse
 from mol.report.captions import HEADING, caption
 from mol.report.sheet import (
     COLORS,
@@ -17,18 +19,20 @@ from mol.report.sheet import (
     Drawing,
     PanelRow,
     Sheet,
+    figure_text,
     label_points,
     log_ticks,
     nice_ticks,
     say_missing,
     short_number,
 )
-from mol.report.source import Row, Source, printed_number
+from mol.report.source import Row, Source, printed_value
 
 if TYPE_CHECKING:
     from mol.report.figures import FigureSpec
 
 Curve = list[tuple[int, float]]
+_DENSE = 25  # points of a curve from which markers would hide it
 _RIGHT = 1.42  # inches for names and values beside a panel
 
 
@@ -59,13 +63,16 @@ def draw_curves(spec: FigureSpec, source: Source, scale: str) -> Drawing:
     notes += [f"Our crossing of {_baseline(spec)}: {crossings[1]}."] if crossings[1] else []
 
     same_axes = scale == "paper" and bool(used)
-    ours = PanelRow((HEADING[scale],), 2.3, right=_RIGHT)
+    heading = HEADING[scale] + (" (hollow: printed by the paper)" if same_axes else "")
+    ours = PanelRow((heading,), 2.3 if used else 0.8, right=_RIGHT)
     rows = [PanelRow(("Paper: what it prints",), 1.45, right=_RIGHT)]
     rows = [ours] if same_axes else [*rows, ours]
     sheet = Sheet(spec.title, rows, caption(scale, used, missing, notes))
+    if not used:
+        say_missing(sheet.axes[-1][0], f"no complete run at {scale} scale")
     _draw_ours(sheet.axes[-1][0], spec, source, runs, crossings[0], printed if same_axes else {})
     if not same_axes:
-        _draw_printed(sheet.axes[0][0], spec, printed)
+        _draw_printed(sheet.axes[0][0], spec, source, printed)
     return Drawing(sheet, _alt(spec, source, runs, printed, scale), missing)
 
 
@@ -89,23 +96,26 @@ def _crossings(
         for slug in spec.crossing
         if runs[slug]
     }
-    words = [
-        f"{spec.series[slug].label} " + ("never" if step is None else f"at step {step:,.0f}")
-        for slug, step in steps.items()
-    ]
+    first = baseline[0][0]
+
+    def say(step: float | None) -> str:
+        if step is None:
+            return "never"
+        return f"by the first point, step {step:,.0f}" if step <= first else f"at step {step:,.0f}"
+
+    words = [f"{spec.series[slug].label} {say(step)}" for slug, step in steps.items()]
     return {slug: step for slug, step in steps.items() if step is not None}, ", ".join(words)
 
 
-def _draw_printed(axes: Axes, spec: FigureSpec, printed: dict[str, Row]) -> None:
-    values = {slug: printed_number(cell["printed"]) for slug, cell in printed.items()}
-    values = {slug: values[slug] for slug in spec.series if values.get(slug)}
+def _draw_printed(axes: Axes, spec: FigureSpec, source: Source, printed: dict[str, Row]) -> None:
+    values = {slug: printed_value(printed[slug]) for slug in spec.series if slug in printed}
     axes.set(xlabel="step", xlim=(0, spec.final_step * 1.02))
-    axes.xaxis.set_major_formatter(short_number)
+    _step_ticks(axes)
     if not values:
         say_missing(axes, "no printed values in the database")
         return
     _log_perplexity(axes, list(values.values()), room=0.25)
-    _draw_facts(axes, spec)
+    _draw_facts(axes, spec, source)
     for slug, value in values.items():
         style = spec.series[slug]
         axes.plot(
@@ -122,15 +132,18 @@ def _draw_printed(axes: Axes, spec: FigureSpec, printed: dict[str, Row]) -> None
     )  # fmt: skip
 
 
-def _draw_facts(axes: Axes, spec: FigureSpec) -> None:
-    for index, fact in enumerate(spec.facts):
-        if len(fact.at) == 2:
-            axes.axvspan(*fact.at, color=MUTED, alpha=0.3, linewidth=0)
+def _draw_facts(axes: Axes, spec: FigureSpec, source: Source) -> None:
+    cells = {cell["cell_id"]: cell for cell in source.table("cells")}
+    found = [(fact, cells[fact.cell]) for fact in spec.facts if fact.cell in cells]
+    for index, (fact, cell) in enumerate(found):
+        steps = parse(cell["printed"])
+        if "-" in cell["printed"]:
+            axes.axvspan(steps.low, steps.high, color=MUTED, alpha=0.3, linewidth=0)
         else:
-            axes.axvline(fact.at[0], color=MUTED, linewidth=1, linestyle=(0, (4, 2)))
+            axes.axvline(steps.value, color=MUTED, linewidth=1, linestyle=(0, (4, 2)))
         axes.annotate(
-            textwrap.fill(fact.text, 24),
-            (fact.at[-1], 0.96 - 0.34 * index),
+            textwrap.fill(f"{fact.text}: {cell['printed']}", 24),
+            (steps.high if "-" in cell["printed"] else steps.value, 0.96 - 0.34 * index),
             xycoords=("data", "axes fraction"),
             xytext=(4, 0),
             textcoords="offset points",
@@ -149,36 +162,42 @@ def _draw_ours(
     printed: dict[str, Row],
 ) -> None:
     axes.set_xlabel("step")
-    names, seen = [], []
+    names, seen, longest = [], [], 0
     for slug, found in runs.items():
         style = spec.series[slug]
         color = COLORS[style.color]
         for run in found:
             steps, nll = zip(*_curve(source, run), strict=True)
             perplexity = [math.exp(value) for value in nll]
-            many = len(steps) > 25
-            axes.plot(
-                steps, perplexity, "-" if many else f"-{style.marker}", color=color, ms=3.5,
-                linewidth=1.4,
-            )  # fmt: skip
+            longest = max(longest, len(steps))
+            line = "-" if len(steps) > _DENSE else f"-{style.marker}"
+            axes.plot(steps, perplexity, line, color=color, ms=3.5, linewidth=1.4)
             seen += perplexity
         if found:
-            names.append((steps[-1], perplexity[-1], f"{style.label} {perplexity[-1]:,.4g}", color))
-        value = printed_number(printed[slug]["printed"]) if slug in printed else None
-        if value:
+            names.append(
+                (steps[-1], perplexity[-1], f"{style.label} {figure_text(perplexity[-1])}", color)
+            )
+        if slug in printed:
+            value = printed_value(printed[slug])
             axes.plot(spec.final_step, value, style.marker, color=color, ms=7, mfc=GROUND)
             seen.append(value)
     if not seen:
-        say_missing(axes, "no run recorded")
         return
+    if longest > _DENSE:  # the start would flatten the end, which is what is compared
+        seen = [value for value in seen if value <= 4 * max(y for _, y, _, _ in names)]
     _log_perplexity(axes, seen, room=0.05)
     axes.set_xlim(left=0)
-    axes.xaxis.set_major_formatter(short_number)
+    _step_ticks(axes)
     if printed:
-        _draw_facts(axes, spec)
+        _draw_facts(axes, spec, source)
     for slug, step in crossings.items():
         axes.axvline(step, color=COLORS[spec.series[slug].color], linewidth=1, linestyle=":")
     label_points(axes, names)
+
+
+def _step_ticks(axes: Axes) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True))
+    axes.xaxis.set_major_formatter(short_number)
 
 
 def _log_perplexity(axes: Axes, values: list[float], room: float) -> None:
@@ -202,6 +221,6 @@ def _alt(
     for slug, style in spec.series.items():
         reported = printed[slug]["printed"] if slug in printed else "not printed"
         ends = [math.exp(_curve(source, run)[-1][1]) for run in runs[slug]]
-        ours = ", ".join(f"{value:,.4g}" for value in ends) or "no run"
+        ours = ", ".join(figure_text(value) for value in ends) or "no run"
         parts.append(f"{style.label}: paper {reported}, ours at {scale} scale {ours}")
     return "Final perplexity. " + "; ".join(parts) + "."

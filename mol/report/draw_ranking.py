@@ -8,9 +8,20 @@ from typing import TYPE_CHECKING
 from matplotlib.axes import Axes
 from scipy.special import stdtrit
 
+from mol.paper.printed import parse
 from mol.report.captions import HEADING, caption
-from mol.report.sheet import COLORS, GROUND, INK, RULE, Drawing, PanelRow, Sheet, say_missing
-from mol.report.source import Row, Source, printed_number
+from mol.report.sheet import (
+    COLORS,
+    GROUND,
+    INK,
+    RULE,
+    Drawing,
+    PanelRow,
+    Sheet,
+    figure_text,
+    say_missing,
+)
+from mol.report.source import Row, Source, printed_value
 
 if TYPE_CHECKING:
     from mol.report.figures import FigureSpec
@@ -26,26 +37,39 @@ def draw_ranking(spec: FigureSpec, source: Source, scale: str) -> Drawing:
     runs = [_seed_runs(source, scale, cell) for cell in cells]
     used = list({run["run_id"]: run for found in runs for run in found}.values())
     values = [[_perplexity(run) for run in found] for found in runs]
-    missing = [cell["row"] for cell, found in zip(cells, values, strict=True) if not found]
+    missing = [_name(cell) for cell, found in zip(cells, values, strict=True) if not found]
     notes = [
         "Paper: filled, mean of seeds with the printed ±; open, one seed. "
         "Ours: mean, each seed as a small ring, t-interval (95 %) where there are three; "
         "validation split, PAD masked.",
-        "The two panels have unlike scales: compare the order of the rows, not the values."
-        if scale != "paper"
-        else "The paper does not say whether its perplexities count PAD.",
+        "The paper does not say whether its perplexities count PAD."
+        if scale == "paper"
+        else "The two panels have unlike scales: compare the order of the rows, not the values.",
     ]
     height = max(_ROW * len(cells), 1.0)
-    row = PanelRow(
-        ("Paper, printed", HEADING[scale].replace(": ", ":\n")), height, left=1.72, gap=0.3, below=0.45
-    )
+    headings = ("Paper, printed", HEADING[scale].replace(": ", ":\n"))
+    row = PanelRow(headings, height, left=1.72, gap=0.3, below=0.45)
     sheet = Sheet(spec.title, [row], caption(scale, used, missing, notes))
     ours, paper = sheet.axes[0][1], sheet.axes[0][0]
-    names = [cell["row"] for cell in cells]
+    names = [_name(cell) for cell in cells]
     _draw(paper, names, [_printed(cell) for cell in cells], COLORS["blue"], "nothing printed")
-    _draw(ours, names, [_measured(found) for found in values], COLORS["red"], "no run recorded")
+    _draw(
+        ours,
+        names,
+        [_measured(found) for found in values],
+        COLORS["red"],
+        f"no complete run\nat {scale} scale",
+    )
     ours.set_yticklabels([])
+    if scale == "paper" and used:
+        limits = [*paper.get_xlim(), *ours.get_xlim()]
+        paper.set_xlim(min(limits), max(limits))
+        ours.set_xlim(min(limits), max(limits))
     return Drawing(sheet, _alt(cells, values, scale), missing)
+
+
+def _name(cell: Row) -> str:
+    return cell["row"].rstrip("†‡*")
 
 
 def _seed_runs(source: Source, scale: str, cell: Row) -> list[Row]:
@@ -67,12 +91,9 @@ class _Point:
         self.center, self.half, self.singles, self.text = center, half, singles, text
 
 
-def _printed(cell: Row) -> _Point | None:
-    center = printed_number(cell["printed"])
-    if center is None:
-        return None
-    half = printed_number(cell["spread"])
-    return _Point(center, half, [], cell["printed"])
+def _printed(cell: Row) -> _Point:
+    half = parse(cell["spread"]).value if cell["spread"] else None
+    return _Point(printed_value(cell), half, [], cell["printed"])
 
 
 def _measured(values: list[float]) -> _Point | None:
@@ -83,7 +104,7 @@ def _measured(values: list[float]) -> _Point | None:
         error = statistics.stdev(values) / len(values) ** 0.5
         half = float(stdtrit(len(values) - 1, 0.975)) * error
     singles = values if len(values) > 1 else []
-    return _Point(statistics.fmean(values), half, singles, f"{statistics.fmean(values):,.4g}")
+    return _Point(statistics.fmean(values), half, singles, figure_text(statistics.fmean(values)))
 
 
 def _draw(axes: Axes, names: list[str], points: list[_Point | None], color: str, empty: str):
@@ -122,6 +143,6 @@ def _draw(axes: Axes, names: list[str], points: list[_Point | None], color: str,
 def _alt(cells: list[Row], values: list[list[float]], scale: str) -> str:
     parts = []
     for cell, found in zip(cells, values, strict=True):
-        ours = f"{statistics.fmean(found):,.4g} from {len(found)} seeds" if found else "no run"
+        ours = f"{figure_text(statistics.fmean(found))} (n = {len(found)})" if found else "no run"
         parts.append(f"{cell['row']}: paper {cell['printed']}, ours at {scale} scale {ours}")
     return "Perplexity by configuration. " + "; ".join(parts) + "."

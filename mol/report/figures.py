@@ -19,11 +19,10 @@ from mol.report.source import Source
 
 
 class Fact(Frozen):
-    """Something the paper prints about a step, or between two."""
+    """A step, or a range of steps, that the paper prints in a cell, and what it says of it."""
 
-    at: tuple[float] | tuple[float, float]
+    cell: str
     text: str
-    place: str
 
 
 class Series(Frozen):

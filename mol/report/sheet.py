@@ -1,6 +1,7 @@
 """A figure as a narrow sheet: a title, rows of panels, a caption; sized for a phone's width."""
 
 import io
+import math
 import re
 import textwrap
 from dataclasses import dataclass
@@ -186,19 +187,29 @@ def label_points(axes: Axes, items: list[tuple[float, float, str, str]], size: f
 
 
 def short_number(value: float, _position: int | None = None) -> str:
-    """65536 as 64K, 20000 as 20K, 1500 as 1,500."""
+    """65536 as 64K, 20000 as 20K, 12500 as 12.5K, 6.2 as 6.2."""
     if value >= 1000 and value % 1024 == 0:
         return f"{value / 1024:.0f}K"
-    if value >= 1000 and value % 1000 == 0:
-        return f"{value / 1000:.0f}K"
-    return f"{value:,.4g}"
+    return f"{value / 1000:g}K" if value >= 1000 else f"{value:.4g}"
 
 
-def log_ticks(axis, values: list[float]) -> None:
-    """Ticks of a logarithmic axis at `values`, and no others."""
+def figure_text(value: float) -> str:
+    """Four significant digits or all before the point, never an exponent."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def log_ticks(axis, values: list[float], room: float = math.inf) -> None:
+    """Ticks of a logarithmic axis at `values` and no others; names are left out where more
+    than `room` of them would not fit side by side."""
+    least = math.log(values[-1] / values[0]) / room if values else 0.0
+    named, last = set(), math.inf
+    for value in reversed(values):
+        if last - math.log(value) >= least:
+            named.add(value)
+            last = math.log(value)
     axis.set_ticks(values, minor=False)
     axis.set_ticks([], minor=True)
-    axis.set_major_formatter(FuncFormatter(short_number))
+    axis.set_major_formatter(FuncFormatter(lambda v, _: short_number(v) if v in named else ""))
     axis.set_minor_formatter(NullFormatter())
 
 

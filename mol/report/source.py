@@ -1,7 +1,6 @@
 """What figures and page read: the database, once, as plain rows."""
 
 import json
-import re
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,18 +8,17 @@ from typing import Any
 import duckdb
 
 from mol.base import UserError
+from mol.paper.printed import parse
 
 Row = dict[str, Any]
 
 SCALES = ("smoke", "proxy", "paper")
 _JSON = ("spec", "versions", "data", "notes", "labels", "seeds", "parts")
-_NUMBER = re.compile(r"[-+\N{MINUS SIGN}]?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 
 
-def printed_number(text: str) -> float | None:
-    """The first number of a printed string ("~65", "36,292"), or None."""
-    found = _NUMBER.search(text)
-    return found and float(found[0].replace(",", "").replace("\N{MINUS SIGN}", "-"))
+def printed_value(cell: Row) -> float:
+    """The number that a cell prints, in its unit."""
+    return parse(cell["printed"], 1024.0 if cell["unit"] == "length" else 1e3).value
 
 
 class Source:
