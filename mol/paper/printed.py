@@ -69,10 +69,10 @@ def parse(text: str, kilo: float = 1e3) -> Printed:
     if len(ends) == 2:
         suffix = NUMBER.fullmatch(ends[1])
         shared = (suffix["suffix"] or "") if suffix else ""
-        (low, half), (high, _) = (_number(end, loose, kilo, shared) for end in ends)
+        (low, half), (high, other) = (_number(end, loose, kilo, shared) for end in ends)
         if low >= high:
             raise ValueError(f"{text!r} is an empty range")
-        half = half if loose else 0.0
+        half = min(half, other) if loose else 0.0
         return Printed(value=(low + high) / 2, low=low - half, high=high + half)
     value, half = _number(body, loose, kilo)
     if below:
