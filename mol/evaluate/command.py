@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mol.base import UserError
-from mol.data.packing import load_meta
+from mol.data.meta import load_meta
 from mol.evaluate.perplexity import Protocol, evaluate_split, perplexity_metrics, score, text_size
 from mol.evaluate.windows import real_stream, stream_windows
 from mol.model.transformer import LanguageModel

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from mol.base import UserError
-from mol.data.packing import load_meta
+from mol.data.meta import load_meta
 
 
 def real_stream(folder: Path, split: str) -> np.ndarray:

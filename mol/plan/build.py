@@ -126,17 +126,20 @@ def plan(
     return [Planned(spec=spec, experiments=tuple(users[run_id])) for run_id, spec in specs.items()]
 
 
-def find_run(name: str, scale: ScaleName, config: Config | None = None) -> Planned:
-    """The planned run with this run_id, or the only one of this condition.
+def find_run(name: str, scale: ScaleName, config: Config | None = None, kind: str | None = None):
+    """The planned run with this run_id, or the only one of this condition (and kind).
 
     Raises UserError when there is none, or when a condition has several seeds.
     """
-    runs = plan(scale, config)
+    runs = [run for run in plan(scale, config) if kind in (None, run.spec.kind)]
     exact = [run for run in runs if run.run_id == name]
     found = exact or [run for run in runs if run.spec.condition == name]
     if len(found) == 1:
         return found[0]
+    what = f"{kind} run" if kind else "run"
     if not found:
-        raise UserError(f"no run {name!r} at scale {scale}; `mol plan --scale {scale}` lists them")
+        raise UserError(
+            f"no {what} {name!r} at scale {scale}; `mol plan --scale {scale}` lists them"
+        )
     options = ", ".join(run.run_id for run in found)
     raise UserError(f"{name!r} names {len(found)} runs at scale {scale}; choose one of {options}")

@@ -61,7 +61,7 @@ def selected_spec(args: argparse.Namespace, kind: str) -> RunSpec:
         spec = read_spec(args.spec)
     else:
         config = chosen_config(args)
-        spec = find_run(args.run, config.scale, config).spec
+        spec = find_run(args.run, config.scale, config, kind).spec
     if spec.kind != kind:
         raise UserError(f"{spec.run_id} is a {spec.kind} run, this command takes {kind} runs")
     return spec

@@ -118,7 +118,7 @@ class Trainer:
         )
         tally, _ = score(self.model, sequences, self.spec.optim.batch_size, self.device, self.bf16)
         self.log("validation_nll", tally.nll_real / tally.n_real)
-        if tally.n_all != tally.n_real:
+        if self.spec.data.layout.kind == "padded":
             self.log("validation_nll_pad", tally.nll_all / tally.n_all)
 
     def state(self) -> dict:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from mol.data.packing import CorpusMeta, load_meta
+from mol.data.meta import CorpusMeta, load_meta
 from mol.evaluate.perplexity import evaluate_split
 from mol.model.counts import active_parameters, total_parameters
 from mol.plan.spec import TrainSpec

@@ -46,7 +46,15 @@ def test_scaling_keeps_every_topology(scale):
         small = scaled[slug].model
         pairs = zip(spec.model.layers(), small.layers(), strict=False)
         for big, little in pairs:
-            for name in ("kind", "attention", "n_heads", "n_blocks", "n_shared", "coverage", "router"):
+            for name in (
+                "kind",
+                "attention",
+                "n_heads",
+                "n_blocks",
+                "n_shared",
+                "coverage",
+                "router",
+            ):
                 assert getattr(big, name, None) == getattr(little, name, None), (slug, name)
             if big.kind != "ct_moe":  # rank-1 counts are ratios to the width
                 assert getattr(big, "top_k", None) == getattr(little, "top_k", None), slug
@@ -80,7 +88,7 @@ def test_an_edited_condition_changes_its_own_runs_and_no_other(tmp_path):
     folder = tmp_path / "paper"
     shutil.copytree(PAPER, folder)
     text = (folder / "conditions.toml").read_text()
-    edited = text.replace('n_heads = 16, d_ff = 768 }', 'n_heads = 16, d_ff = 776 }')
+    edited = text.replace("n_heads = 16, d_ff = 768 }", "n_heads = 16, d_ff = 776 }")
     assert edited != text
     (folder / "conditions.toml").write_text(edited)
     before = {run.run_id for run in plan("smoke")}
@@ -91,7 +99,9 @@ def test_an_edited_condition_changes_its_own_runs_and_no_other(tmp_path):
 def test_run_ids_depend_on_the_source_of_the_text():
     config = Config(sources={"fineweb_edu": FileSource(train="a.txt")})
     default, other = plan("smoke"), plan("smoke", config)
-    changed = {a.spec.condition for a, b in zip(default, other, strict=True) if a.run_id != b.run_id}
+    changed = {
+        a.spec.condition for a, b in zip(default, other, strict=True) if a.run_id != b.run_id
+    }
     assert changed == {
         run.spec.condition
         for run in default

@@ -1,0 +1,204 @@
+"""Training: bit-identical restarts, schedule, decay groups, refusals."""
+
+import json
+import math
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from mol.base import UserError
+from mol.data.config import DataSpec, FileSource, PaddedLayout
+from mol.data.packing import prepare
+from mol.model.config import DenseLayer, ModelConfig, SplitLayer
+from mol.plan.spec import EvalSpec, OptimSpec, TrainSpec
+from mol.store.record import load_record
+from mol.train.checkpoint import STATE, WEIGHTS, load_weights
+from mol.train.loop import Trainer, train
+from mol.train.optimizer import is_decayed, make_optimizer
+from mol.train.run import execute
+from mol.train.schedule import lr_at
+
+CPU = torch.device("cpu")
+SPLIT = SplitLayer(
+    d_thin=16, n_heads=2, n_blocks=4, n_shared=1, top_k=2, attention="deltanet", d_ff=32
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    words = [f"w{i * i % 97} x{i % 13} y{i % 7}" for i in range(6000)]
+    paragraphs = [" ".join(words[i : i + 20]) for i in range(0, 6000, 20)]
+    (folder / "text.txt").write_text("\n\n".join(paragraphs))
+    data = DataSpec(
+        corpus="wikitext103",
+        source=FileSource(train=str(folder / "text.txt")),
+        tokenizer="bpe",
+        vocab_size=300,
+        layout=PaddedLayout(chunk=16, min_chunk=8),
+    )
+    prepare(data, folder / "corpus")
+    return data, folder / "corpus"
+
+
+def make_spec(data, layer=SPLIT, **optim):
+    settings = {"steps": 20, "batch_size": 4, "lr": 3e-3, "warmup_steps": 2} | optim
+    return TrainSpec(
+        scale="smoke",
+        condition="tiny",
+        model=ModelConfig(vocab_size=300, d_model=32, n_layers=2, layer=layer),
+        data=data,
+        seq_len=15,
+        optim=OptimSpec(**settings),
+        evaluation=EvalSpec(every=5, curve_sequences=4, final_sequences=8),
+        seed=7,
+    )
+
+
+def weights_of(trained):
+    return {name: p.clone() for name, p in trained.model.state_dict().items()}
+
+
+def rows_of(trained):
+    return [tuple(row) for row in trained.curve]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_twenty_steps_equal_ten_a_restart_and_ten(corpus, tmp_path, accumulate):
+    data, folder = corpus
+    spec = make_spec(data, accumulate=accumulate)
+    whole = train(spec, folder, tmp_path / "whole", CPU)
+    first = train(spec, folder, tmp_path / "parts", CPU, stop_after=10)
+    assert first.steps_done == 10 and (tmp_path / "parts" / STATE).is_file()
+    torch.manual_seed(999)  # a restart must not depend on what ran in between
+    second = train(spec, folder, tmp_path / "parts", CPU)
+    assert rows_of(second) == rows_of(whole)
+    for name, weight in weights_of(whole).items():
+        assert torch.equal(weight, second.model.state_dict()[name]), name
+    assert second.epochs == whole.epochs
+
+
+def test_a_seed_fixes_every_bit_and_another_seed_does_not(corpus, tmp_path):
+    data, folder = corpus
+    spec = make_spec(data, steps=6)
+    a, b = (train(spec, folder, tmp_path / name, CPU) for name in "ab")
+    assert rows_of(a) == rows_of(b)
+    other = train(spec.model_copy(update={"seed": 8}), folder, tmp_path / "c", CPU)
+    assert rows_of(a) != rows_of(other)
+
+
+def test_loss_falls_and_curve_has_one_value_a_step(corpus, tmp_path):
+    data, folder = corpus
+    trained = train(make_spec(data, steps=40), folder, tmp_path, CPU)
+    points = {}
+    for step, tokens, name, value in trained.curve:
+        assert (step, name) not in points
+        assert tokens == step * 4 * 15
+        points[step, name] = value
+    assert points[40, "validation_nll"] < points[0, "validation_nll"] - 0.5
+    assert points[0, "validation_nll"] == pytest.approx(math.log(300), abs=0.2)
+
+
+def test_masked_and_counted_pad_targets_train_differently(corpus, tmp_path):
+    data, folder = corpus
+    counted = train(make_spec(data, steps=4), folder, tmp_path / "a", CPU)
+    masked = train(make_spec(data, steps=4, pad_targets="masked"), folder, tmp_path / "b", CPU)
+    losses = [
+        [value for _, _, name, value in run.curve if name == "train_nll"]
+        for run in (counted, masked)
+    ]
+    assert losses[0] != losses[1]
+
+
+def test_accumulated_micro_batches_equal_one_batch(corpus):
+    data, folder = corpus
+    layer = DenseLayer(n_heads=4, d_ff=48)
+    one = Trainer(make_spec(data, layer), folder, CPU)
+    four = Trainer(make_spec(data, layer, accumulate=4), folder, CPU)
+    for _ in range(3):
+        assert one.train_step() == pytest.approx(four.train_step(), rel=1e-5)
+    for (name, a), b in zip(one.model.named_parameters(), four.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_a_run_leaves_a_checked_record_a_curve_and_weights(corpus, tmp_path):
+    data, folder = corpus
+    spec = make_spec(data)
+    record = execute(spec, folder, tmp_path, CPU)
+    assert load_record(tmp_path / "record.json") == record
+    assert json.loads((tmp_path / "config.json").read_text()) == spec.model_dump(mode="json")
+    assert not (tmp_path / STATE).exists()
+    found = {(m.name, m.protocol.split, m.protocol.pad) for m in record.metrics if m.protocol}
+    for split in ("validation", "test"):
+        for pad in ("masked", "pad_counted"):
+            assert ("ppl", split, pad) in found
+        assert ("bits_per_byte", split, "masked") in found
+    values = {m.name: m.value for m in record.metrics}
+    assert values["epochs"] > 0 and values["train_tokens_per_s"] > 0
+    assert values["coverage"] == pytest.approx(2 / 3)
+    table = pq.read_table(tmp_path / "curve.parquet").to_pylist()
+    assert {row["name"] for row in table} >= {"train_nll", "validation_nll", "lr", "grad_norm"}
+    sha = record.provenance.data["tokenizer_sha256"]
+    from mol.model.transformer import LanguageModel
+
+    load_weights(tmp_path, LanguageModel(spec.model), sha)
+    with pytest.raises(UserError, match="trained with tokenizer"):
+        load_weights(tmp_path, LanguageModel(spec.model), "0" * 64)
+
+
+def test_broken_and_foreign_checkpoints_are_refused_by_name(corpus, tmp_path):
+    data, folder = corpus
+    spec = make_spec(data)
+    train(spec, folder, tmp_path, CPU, stop_after=2)
+    other = spec.model_copy(update={"seed": 99})
+    with pytest.raises(UserError, match=f"{STATE}: belongs to run"):
+        train(other, folder, tmp_path, CPU)
+    whole = (tmp_path / STATE).read_bytes()
+    (tmp_path / STATE).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=f"{STATE}: unreadable checkpoint"):
+        train(spec, folder, tmp_path, CPU)
+    (tmp_path / WEIGHTS).write_bytes(b"not weights")
+    from mol.model.transformer import LanguageModel
+
+    with pytest.raises(UserError, match=f"{WEIGHTS}: unreadable weights"):
+        load_weights(tmp_path, LanguageModel(spec.model), "0" * 64)
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_checkpoint_kept(corpus, tmp_path):
+    data, folder = corpus
+    spec = make_spec(data)
+    train(spec, folder, tmp_path, CPU, stop_after=4)
+    state = torch.load(tmp_path / STATE, weights_only=True)
+    state["model"]["embedding.weight"][:] = float("nan")
+    torch.save(state, tmp_path / STATE)
+    kept = (tmp_path / STATE).read_bytes()
+    with pytest.raises(UserError, match=r"step 5: loss nan.*last good checkpoint"):
+        train(spec, folder, tmp_path, CPU)
+    assert (tmp_path / STATE).read_bytes() == kept
+
+
+def test_schedule_warms_up_and_ends_at_its_floor():
+    optim = OptimSpec(steps=100, batch_size=1, lr=2.0, min_lr_ratio=0.1, warmup_steps=10)
+    rates = [lr_at(step, optim) for step in range(101)]
+    assert rates[0] == pytest.approx(0.2) and rates[9] == 2.0 and rates[10] == 2.0
+    assert rates[55] == pytest.approx(1.1)
+    assert rates[100] == pytest.approx(0.2)
+    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+
+
+def test_vectors_do_not_decay_even_when_stacked(corpus):
+    data, _ = corpus
+    from mol.model.transformer import LanguageModel
+
+    spec = make_spec(data)
+    model = LanguageModel(spec.model)
+    decayed, kept = make_optimizer(model, spec.optim).param_groups
+    assert decayed["weight_decay"] == 0.01 and kept["weight_decay"] == 0.0
+    names = dict(model.named_parameters())
+    assert sum(map(len, (decayed["params"], kept["params"]))) == len(names)
+    for name, parameter in names.items():
+        last = name.rsplit(".", 1)[-1]
+        if any(word in name for word in ("norm", "bias")) or last in ("A_log", "dt_bias"):
+            assert not is_decayed(name, parameter), name
+    assert is_decayed("embedding.weight", model.embedding.weight)
