@@ -29,7 +29,7 @@ SPLIT = SplitLayer(
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     words = [f"w{i * i % 97} x{i % 13} y{i % 7}" for i in range(6000)]
-    paragraphs = [" ".join(words[i : i + 20]) for i in range(0, 6000, 20)]
+    paragraphs = [" ".join(words[i : i + 3 + i % 11]) for i in range(0, 6000, 15)]
     (folder / "text.txt").write_text("\n\n".join(paragraphs))
     data = DataSpec(
         corpus="wikitext103",
