@@ -46,7 +46,8 @@ class _ShortConv(torch.autograd.Function):
             by = taps - 1 - tap
             at_source = _rows(filters_ECJ, tap, block_N) * grad_NC
             at_source = at_source.masked_fill((within_N < by)[:, None], 0)
-            grad_x_NC = grad_x_NC + torch.nn.functional.pad(at_source[by:], (0, 0, 0, by))
+            padded = torch.nn.functional.pad(at_source, (0, 0, 0, by))
+            grad_x_NC = grad_x_NC + padded[by:]
             grad_taps.append(segment_sum(grad_NC * _earlier(x_NC, by, within_N), block_N, blocks))
         return grad_x_NC, torch.stack(grad_taps, -1), None, None
 
