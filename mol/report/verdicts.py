@@ -7,9 +7,9 @@ quantity) or in printed units for differences and percentages, and h its 95 % ha
     reproduced       0 lies inside, and h is at most half the distance to the nearest other row
     under-powered    0 lies inside, but d +- h cannot tell this row from its neighbor
 
-h is derived: the rounding of the printed digits is a bound and adds linearly; seed spread (t
-interval, Welch's degrees of freedom), evaluation sampling error and timing spread are random and
-add in quadrature.
+h is derived: the rounding of the printed digits, and the grid on which a crossover is found, are
+bounds and add linearly; seed spread (t interval, Welch's degrees of freedom), evaluation sampling
+error and timing spread are random and add in quadrature.
 """
 
 import math
@@ -39,22 +39,31 @@ class Printed:
     half_unit: float
     spread: float | None = None
     n_seeds: int = 1
+    borrow: float = 1.0  # as Sample.borrow
     timing: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
-    """What our runs give for a cell. `values` holds one figure a seed, in printed units;
-    `stderr` is the evaluation sampling error of their mean and `half_range` half the range of
-    the repeated timings, both in printed units."""
+class Sample:
+    """Independent values, one a seed, whose mean enters a figure, in printed units. `borrow`
+    times sigma is the spread of one of them where it has to be borrowed."""
 
     values: tuple[float, ...]
+    borrow: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """What our runs give for a cell, in printed units.
+
+    `stderr` is the evaluation's sampling error, `half_range` half the range of repeated timings,
+    `bound` how far the grid it was read from lets the figure be off."""
+
+    value: float
+    samples: tuple[Sample, ...]
     stderr: float | None = None
     half_range: float | None = None
-
-    @property
-    def value(self) -> float:
-        return math.fsum(self.values) / len(self.values)
+    bound: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +116,12 @@ def to_difference(ours: float, reported: float, log: bool) -> float:
     return math.log(ours / reported)
 
 
-def sample_sd(values: tuple[float, ...]) -> float:
-    """Standard deviation with ddof = 1."""
+def sample_sd(values: tuple[float, ...], log: bool = False) -> float | None:
+    """Standard deviation with ddof = 1 (of the logarithms if `log`), None for fewer than two."""
+    if len(values) < 2:
+        return None
+    if log:
+        values = tuple(to_difference(value, 1.0, log=True) for value in values)
     mean = math.fsum(values) / len(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
@@ -117,23 +130,23 @@ def _seed_part(
     printed: Printed, figure: Figure, borrowed: Borrowed, log: bool
 ) -> tuple[float, list[str], bool]:
     """Half-width from seeds, notes on what was borrowed, and whether all of it is supported."""
-    theirs = printed.spread if printed.n_seeds > 1 else None
-    ours = sample_sd(figure.values) if len(figure.values) > 1 else None
-    samples = (
-        ("the paper's", theirs, printed.n_seeds, printed.value if log else 1.0),
-        ("ours", ours, len(figure.values), figure.value if log else 1.0),
-    )
+    unit = printed.value if log else 1.0
+    theirs = printed.spread / unit if printed.spread and printed.n_seeds > 1 else None
+    samples = [("the paper's", theirs, printed.n_seeds, printed.borrow)]
+    for sample in figure.samples:
+        sd = sample_sd(sample.values, log)
+        samples.append(("ours", sd, max(1, len(sample.values)), sample.borrow))
     variances: list[tuple[float, float]] = []  # variance of a mean, its degrees of freedom
     notes, supported = [], True
-    for name, sd, n, unit in samples:
+    for name, sd, n, borrow in samples:
         if sd is not None:
-            variances.append(((sd / unit) ** 2 / n, n - 1))
+            variances.append((sd**2 / n, n - 1))
             continue
         supported &= borrowed.supported
         seeds = "one seed" if n == 1 else f"{n} seeds without a printed spread"
-        notes.append(f"{name}: {seeds}, sigma {borrowed.source}")
+        notes.append(f"{name}: {seeds}, {borrowed.source}")
         # A borrowed sigma counts as known: it is the largest of several, or the model's own.
-        variances.append(((borrowed.sigma or 0.0) ** 2 / n, math.inf))
+        variances.append(((borrow * (borrowed.sigma or 0.0)) ** 2 / n, math.inf))
     total = math.fsum(variance for variance, _ in variances)
     if total == 0:
         return 0.0, notes, supported
@@ -162,6 +175,8 @@ def judge(
     parts = {"rounding": printed.half_unit / unit}
     if borrowed is not None:
         parts["seeds"], notes, supported = _seed_part(printed, figure, borrowed, log)
+    if figure.bound is not None:
+        parts["grid"] = figure.bound / own_unit
     errors = [figure.stderr / own_unit] if figure.stderr is not None else []
     if printed.n_seeds == 1 and printed.spread is not None:
         errors.append(printed.spread / unit)
@@ -173,7 +188,8 @@ def judge(
         parts["timing"] = math.hypot(stated, (figure.half_range or 0.0) / own_unit)
         if printed.timing is None:
             notes.append("the paper states no spread of this timing")
-    h = parts["rounding"] + math.hypot(*(v for k, v in parts.items() if k != "rounding"))
+    bounds = parts["rounding"] + parts.get("grid", 0.0)
+    h = bounds + math.hypot(*(v for k, v in parts.items() if k not in ("rounding", "grid")))
     if abs(d) > h:
         verdict: Verdict = "not reproduced"
     elif not supported:

@@ -15,6 +15,9 @@ import pyarrow as pa
 from mol.base import canonical_json
 from mol.paper.reported import load_paper
 from mol.plan.experiments import load_experiments
+from mol.report.cost import gpu_hours
+from mol.report.judge import verdict_rows
+from mol.report.readings import load_runs
 from mol.store.read import Found, Refusal, metric_rows, read_folders, run_row
 
 SCHEMA = Path(__file__).with_name("schema.sql")
@@ -38,6 +41,7 @@ def build(db_path: Path, runs_root: Path, records_root: Path, paper_folder: Path
             refused = _insert_runs(database, Path(runs_root), Path(records_root))
             insert(database, "refused", [vars(refusal) for refusal in refused])
             _insert_run_experiments(database)
+            _insert_verdicts(database, Path(paper_folder))
             database.execute("CHECKPOINT")
         fresh.replace(db_path)
     for refusal in refused:
@@ -48,7 +52,9 @@ def build(db_path: Path, runs_root: Path, records_root: Path, paper_folder: Path
 def insert(database: duckdb.DuckDBPyConnection, table: str, rows: list[dict]) -> None:
     """Append `rows`, keyed by column, to `table`."""
     if rows:
-        batch = pa.Table.from_pylist(rows)  # noqa: F841, found by name in the query
+        # Rows may lack columns; arrow would take those of the first row for all.
+        columns = dict.fromkeys(key for row in rows for key in row)
+        batch = pa.table({key: [row.get(key) for row in rows] for key in columns})  # noqa: F841, found by name in the query
         database.execute(f'INSERT INTO "{table}" BY NAME SELECT * FROM batch')
 
 
@@ -149,6 +155,16 @@ def _insert_paper(database: duckdb.DuckDBPyConnection, folder: Path) -> None:
         ],
     )
     insert(database, "cells", list(_cell_rows(folder)))
+
+
+def _insert_verdicts(database: duckdb.DuckDBPyConnection, folder: Path) -> None:
+    plan = load_experiments(folder)
+    corpus_of = {slug: plan.recipes[c.recipe].corpus for slug, c in plan.conditions.items()}
+    runs = load_runs(database)
+    rows = verdict_rows(
+        load_paper(folder).cells, runs, corpus_of, lambda cell: gpu_hours(cell, runs, plan)
+    )
+    insert(database, "verdicts", list(rows))
 
 
 def _cell_rows(folder: Path) -> Iterable[dict]:

@@ -102,3 +102,23 @@ CREATE TABLE cells (
     hardware VARCHAR NOT NULL,
     note VARCHAR NOT NULL
 );
+
+-- Reported against reproduced. A measured cell has one row at the paper's scale, judged or not
+-- run; every other row is a figure that stands beside it.
+CREATE TABLE verdicts (
+    cell_id VARCHAR NOT NULL,
+    scale VARCHAR NOT NULL,
+    verdict VARCHAR,                  -- NULL: a derived or counted cell, which runs do not judge
+    reproduced DOUBLE,                -- in the cell's unit
+    difference DOUBLE,                -- reproduced less printed, in the cell's unit
+    difference_nats DOUBLE,           -- log ratio, where the rule uses it
+    half_width DOUBLE,                -- 95 %, in nats, or in the cell's unit for differences
+    parts JSON,                       -- of half_width: rounding, grid, seeds, evaluation, timing
+    n_runs BIGINT NOT NULL,
+    runs JSON,
+    hardware VARCHAR,
+    data VARCHAR,
+    cost_gpu_hours DOUBLE,            -- of a cell that was not run; NULL: unknown
+    note VARCHAR,
+    PRIMARY KEY (cell_id, scale)
+);

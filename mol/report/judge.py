@@ -1,0 +1,215 @@
+"""Judge every cell at every scale that has runs, and write table `verdicts`.
+
+Only runs at the paper's scale judge a measured cell; figures of other scales stand beside it.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mol.base import UserError, canonical_json
+from mol.paper.cell import METRICS, Cell
+from mol.report.compare import Reproduced, is_log, reproduce
+from mol.report.readings import Runs, same_hardware
+from mol.report.verdicts import Borrowed, Printed, judge, to_difference
+
+TIMED_UNITS = {"token/s", "step/s", "ms", "ms/token", "s"}
+NO_NAME = ("", "GPU", "CPU")  # hardware that the paper does not name
+OTHER_SCALE = "not run at paper scale"
+
+
+def is_timing(cell: Cell) -> bool:
+    return METRICS.get(cell.metric) in TIMED_UNITS or cell.metric == "dispatch_speedup"
+
+
+def is_machine_bound(cell: Cell) -> bool:
+    """Whether a cell holds only for the machine it was measured on; rounding noise does too."""
+    return is_timing(cell) or METRICS.get(cell.metric) == "logit"
+
+
+class Context:
+    """What judging one cell needs to know about the others. `corpus_of`: condition -> corpus."""
+
+    def __init__(self, cells: tuple[Cell, ...], corpus_of: dict[str, str]):
+        self.cells = cells
+        self.corpus_of = corpus_of
+        self._spreads: dict[str, float] = {}  # condition -> relative seed spread, as printed
+        for cell in cells:
+            if METRICS.get(cell.metric) == "ppl/token" and not cell.op and (cell.n_seeds or 1) > 1:
+                if cell.deviation:
+                    self._spreads[cell.condition] = cell.deviation.value / cell.number.value
+
+    def printed(self, cell: Cell) -> Printed:
+        """The printed number as the rule takes it; a range such as 64K-128K rounds by its half."""
+        number = cell.number
+        return Printed(
+            value=number.value,
+            half_unit=(number.high - number.low) / 2,
+            spread=cell.deviation.value if cell.deviation else None,
+            n_seeds=cell.n_seeds or 1,
+            borrow=math.sqrt(2) if cell.op else 1.0,
+            timing=self._stated_timing(cell),
+        )
+
+    def _stated_timing(self, cell: Cell) -> float | None:
+        """Run-to-run spread that the cell's own table states, relative."""
+        for other in self.cells:
+            if (other.table, other.kind) == (cell.table, "setting") and other.unit == "%":
+                if other.column.startswith("run-to-run"):
+                    return other.number.high / 100
+        return None
+
+    def borrowed(self, cell: Cell, level: float) -> Borrowed | None:
+        """Sigma for one-seed sides: the printed spread of the same condition, else the largest
+        printed for its corpus, else the largest of all, which has no support there. `level`
+        turns a relative spread into one of a difference."""
+        if is_timing(cell):
+            return None
+        if METRICS.get(cell.metric) != "ppl/token" or cell.op == "crossover" or not self._spreads:
+            return Borrowed(sigma=None, source="no spread of it is printed", supported=False)
+        corpus = self.corpus_of.get(cell.condition)
+        same = [s for c, s in self._spreads.items() if self.corpus_of.get(c) == corpus]
+        if cell.condition in self._spreads:
+            sigma, source = self._spreads[cell.condition], "as printed for this condition"
+        elif same:
+            sigma, source = max(same), f"the largest printed for {corpus}"
+        else:
+            sigma, source = max(self._spreads.values()), f"of other data than {corpus}"
+        in_d = {"diff": level, "percent": 100.0}.get(cell.op, 1.0)
+        return Borrowed(
+            sigma=sigma * in_d,
+            source=f"sigma {100 * sigma:.2f} % {source}",
+            supported=bool(same),
+        )
+
+    def nearest(self, cell: Cell) -> float | None:
+        """Distance in d to the nearest printed alternative: another condition, or another model
+        of the same case, in the cell's table (for a sentence, its experiment). For a comparison
+        of two conditions no effect at all is an alternative too."""
+        here = cell.number.value
+        found = []
+        if cell.op in ("diff", "percent"):
+            found.append(abs(here))
+        elif cell.op == "ratio":
+            found.append(abs(math.log(here)))
+        for other in self.cells:
+            if not self._comparable(cell, other) or not self._alternative(cell, other):
+                continue
+            if not is_log(cell) or other.number.value > 0:
+                found.append(abs(to_difference(other.number.value, here, is_log(cell))))
+        return min(found, default=None)
+
+    def _comparable(self, cell: Cell, other: Cell) -> bool:
+        if other.kind != "measured" or (other.metric, other.unit, other.op, other.hardware) != (
+            cell.metric, cell.unit, cell.op, cell.hardware,
+        ):  # fmt: skip
+            return False
+        if cell.table == "text":
+            return other.experiment == cell.experiment
+        return other.table == cell.table and (other.row == cell.row or other.column == cell.column)
+
+    def _alternative(self, cell: Cell, other: Cell) -> bool:
+        if other.condition != cell.condition:
+            return other.labels == cell.labels
+        differing = {
+            key
+            for key in (cell.labels.keys() | other.labels.keys()) - {"path"}
+            if cell.labels.get(key) != other.labels.get(key)
+        }
+        which = {"model", "attention"} & cell.labels.keys()
+        return differing == which if which else bool(differing)
+
+
+def _paper_scale(
+    cell: Cell, found: Reproduced | None, context: Context
+) -> tuple[str, dict[str, Any]]:
+    """(verdict, further columns) of a measured cell from runs at the paper's scale."""
+    if not cell.metric:
+        return "not judgeable here", {"note": "no run of this suite measures it"}
+    if is_machine_bound(cell) and cell.hardware in NO_NAME:
+        return "not judgeable here", {"note": "the paper does not name the hardware"}
+    if found is None:
+        return "not run", {}
+    others = sorted({r["hardware"] for r in found.runs if not same_hardware(cell.hardware, r)})
+    if is_machine_bound(cell) and others:
+        return "not judgeable here", {"note": f"the paper's is {cell.hardware}, ours {others[0]}"}
+    if found.other_path:
+        return "not judgeable here", {"note": "ours takes another dispatch path than the paper's"}
+    if any(run["source"] == "wheel" for run in found.runs):
+        return "not judgeable here", {"note": "ours trained on a stand-in for the corpus"}
+    if found.figure is None:
+        return "not reproduced", {}
+    judgement = judge(
+        context.printed(cell),
+        found.figure,
+        log=is_log(cell),
+        timing=is_timing(cell),
+        borrowed=context.borrowed(cell, found.level),
+        nearest=context.nearest(cell),
+    )
+    return judgement.verdict, {
+        "difference_nats": judgement.difference if is_log(cell) else None,
+        "half_width": judgement.half_width,
+        "parts": canonical_json(judgement.parts),
+        "note": "; ".join(judgement.notes),
+    }
+
+
+def _figure_columns(cell: Cell, found: Reproduced | None) -> dict[str, Any]:
+    if found is None:
+        return {}
+    data = {_data_name(run) for run in found.runs}
+    columns: dict[str, Any] = {
+        "n_runs": len(found.runs),
+        "runs": canonical_json([run["run_id"] for run in found.runs]),
+        "hardware": "; ".join(sorted({_hardware(run) for run in found.runs})),
+        "data": "; ".join(sorted(data - {""})),
+    }
+    if found.figure is not None:
+        ours, printed = found.figure.value, cell.number.value
+        columns |= {"reproduced": ours, "difference": ours - printed}
+        if is_log(cell) and ours > 0 and printed > 0:
+            columns["difference_nats"] = math.log(ours / printed)
+    return columns
+
+
+def _data_name(run: dict[str, Any]) -> str:
+    return json.loads(run["data"]).get("source", "")
+
+
+def _hardware(run: dict[str, Any]) -> str:
+    count = f"{run['hardware_count']} x " if run["hardware_count"] > 1 else ""
+    return f"{count}{run['hardware']}"
+
+
+def verdict_rows(
+    cells: tuple[Cell, ...],
+    runs: Runs,
+    corpus_of: dict[str, str],
+    cost: Callable[[Cell], float | None],
+) -> Iterator[dict[str, Any]]:
+    """Rows of table `verdicts`: one a measured cell at the paper's scale, and one for each other
+    scale, and each other kind of cell, that has a figure. `cost`: GPU-hours of a cell's runs."""
+    context = Context(cells, corpus_of)
+    for cell in cells:
+        for scale in ("smoke", "proxy", "paper"):
+            row: dict[str, Any] = {"cell_id": cell.cell_id, "scale": scale, "n_runs": 0}
+            judged = scale == "paper" and cell.kind == "measured"
+            try:
+                found = reproduce(runs, scale, cell) if cell.number else None
+                notes = found.notes if found else ()
+                if found is None and not judged:
+                    continue
+                row |= _figure_columns(cell, found)
+                if judged:
+                    verdict, columns = _paper_scale(cell, found, context)
+                    row |= columns | {"verdict": verdict}
+                elif cell.kind == "measured":
+                    row["verdict"] = OTHER_SCALE
+                row["note"] = "; ".join(filter(None, (row.get("note", ""), *notes)))
+            except UserError as error:
+                row |= {"verdict": "not judgeable here" if judged else None, "note": str(error)}
+            if row.get("verdict") == "not run":
+                row["cost_gpu_hours"] = cost(cell)
+            yield row
