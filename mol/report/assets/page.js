@@ -1,0 +1,74 @@
+"use strict";
+const form = document.getElementById("filter");
+const rows = [...document.querySelectorAll("table.cells tbody tr")];
+const texts = new Map(rows.map((row) => [row, row.textContent.toLowerCase()]));
+
+function applyFilter() {
+  const wanted = Object.fromEntries(new FormData(form));
+  const words = wanted.text.toLowerCase().split(/\s+/).filter(Boolean);
+  let shown = 0;
+  for (const row of rows) {
+    const fits = ["verdict", "table", "kind"].every((key) => !wanted[key] || row.dataset[key] === wanted[key])
+      && words.every((word) => texts.get(row).includes(word));
+    row.hidden = !fits;
+    shown += fits;
+  }
+  for (const table of document.querySelectorAll("table.cells")) {
+    table.parentElement.hidden = !table.querySelector("tbody tr:not([hidden])");
+  }
+  const narrowed = shown < rows.length;
+  for (const section of document.querySelectorAll("section.experiment")) {
+    section.hidden = narrowed && !section.querySelector("table.cells tbody tr:not([hidden])");
+  }
+  form.querySelector("output").textContent = `${shown} of ${rows.length} numbers`;
+}
+
+function sortKey(cell) {
+  const text = (cell.dataset.sort ?? cell.textContent).trim();
+  const number = Number(text.replaceAll(",", "").replace(/^[~≈<]/, "").split(" ")[0].replace(/[%×†]$/, ""));
+  return { text, number: text && !Number.isNaN(number) ? number : null };
+}
+
+function compare(a, b) {
+  if (a.number !== null && b.number !== null) return a.number - b.number;
+  if (a.number !== null || b.number !== null) return a.number !== null ? -1 : 1;
+  return a.text.localeCompare(b.text);
+}
+
+function sortBy(header) {
+  const table = header.closest("table");
+  const descending = header.getAttribute("aria-sort") === "ascending";
+  const index = header.cellIndex;
+  const body = table.tBodies[0];
+  const keyed = [...body.rows].map((row) => ({ row, key: sortKey(row.cells[index]) }));
+  keyed.sort((a, b) => (descending ? -1 : 1) * compare(a.key, b.key));
+  body.append(...keyed.map((entry) => entry.row));
+  for (const other of table.querySelectorAll("th[aria-sort]")) other.removeAttribute("aria-sort");
+  header.setAttribute("aria-sort", descending ? "descending" : "ascending");
+}
+
+function openTarget() {
+  const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  if (!target) return;
+  if (target.hidden || target.closest("[hidden]")) { form.reset(); applyFilter(); }
+  for (let node = target; node; node = node.parentElement) if (node.tagName === "DETAILS") node.open = true;
+  target.scrollIntoView();
+}
+
+form.hidden = false;
+form.addEventListener("input", applyFilter);
+form.addEventListener("reset", () => setTimeout(applyFilter));
+form.addEventListener("submit", (event) => event.preventDefault());
+document.addEventListener("click", (event) => {
+  const sort = event.target.closest(".sort");
+  if (sort) sortBy(sort.closest("th"));
+  const pick = event.target.closest("[data-pick]");
+  if (pick) {
+    form.elements.verdict.value = pick.dataset.pick;
+    applyFilter();
+    form.scrollIntoView();
+  }
+});
+addEventListener("hashchange", openTarget);
+applyFilter();
+openTarget();
