@@ -10,7 +10,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mol.base import UserError, sha256_file, write_atomic
-from mol.data.config import DataSpec, PaddedLayout, WheelSource
+from mol.data.config import DataSpec, FileSource, PaddedLayout, WheelSource
+from mol.data.detokenize import plain_line
 from mol.data.meta import (
     CORPUS_FILES,
     META,
@@ -34,7 +35,6 @@ from mol.data.tokenizers import (
     token_bytes,
     train_bpe,
 )
-from mol.data.wikitext import plain_line
 
 
 def prepare(spec: DataSpec, out: Path) -> CorpusMeta:
@@ -77,6 +77,10 @@ def _existing(spec: DataSpec, out: Path) -> CorpusMeta:
     meta = load_meta(out)
     if meta.spec != spec:
         raise UserError(f"{out}: prepared from another specification; name another folder")
+    if isinstance(spec.source, FileSource):
+        for name, sha256 in meta.source.files.items():
+            if Path(name).exists() and sha256_file(Path(name)) != sha256:
+                raise UserError(f"{name}: changed since {out} was prepared; delete that folder")
     verify(out, meta)
     return meta
 

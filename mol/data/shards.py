@@ -125,6 +125,6 @@ def write_shard(
     if writer.tokens < 2:
         raise UserError(
             f"{split} split: too little text, {needed} tokens; "
-            "give more text or raise the token limit"
+            "give more text (own files: also one for validation and test)"
         )
     return writer.meta(chunk)

@@ -1,8 +1,8 @@
-"""WikiText-103's raw text made plain (paper, 4.1: the corpus comes with spaced-out punctuation)."""
+"""WikiText-103's raw text made plain: it comes with spaces around punctuation."""
 
 import re
 
-HEADING = re.compile(r"\s*(=\s){1,}.*(\s=){1,}\s*")
+HEADING = re.compile(r"\s*= .* =\s*")
 QUOTED = re.compile(r'(^|[\s(])" ([^"]*?) "')
 RULES = [
     (re.compile(r" @([-,.])@ "), r"\1"),  # 1 @,@ 000 and well @-@ known
