@@ -23,7 +23,8 @@ class Reproduced:
     other_path: bool = False  # a timing by a dispatch path that is not the paper's
 
 
-def _apply(op: str, x: float, y: float) -> float:
+def apply(op: str, x: float, y: float) -> float:
+    """x against y by the operation of a cell. Raises UserError for a ratio to 0."""
     if op == "diff":
         return x - y
     if y == 0:
@@ -92,14 +93,14 @@ def _compared(
     mean_x, mean_y = _mean(list(x.values())), _mean(list(y.values()))
     paired = x.keys() == y.keys()
     if paired:
-        pairs = tuple(_apply(cell.op, x[seed], y[seed]) for seed in x)
+        pairs = tuple(apply(cell.op, x[seed], y[seed]) for seed in x)
         samples: tuple[Sample, ...] = (Sample(values=pairs, borrow=math.sqrt(2)),)
     else:
         samples = (
-            Sample(values=tuple(_apply(cell.op, value, mean_y) for value in x.values())),
-            Sample(values=tuple(_apply(cell.op, mean_x, value) for value in y.values())),
+            Sample(values=tuple(apply(cell.op, value, mean_y) for value in x.values())),
+            Sample(values=tuple(apply(cell.op, mean_x, value) for value in y.values())),
         )
-    value = _apply(cell.op, mean_x, mean_y)
+    value = apply(cell.op, mean_x, mean_y)
     # Relative half-ranges of the two timings, in quadrature.
     relative = math.hypot(_relative_range(one), _relative_range(other))
     figure = Figure(value=value, samples=samples, half_range=relative * abs(value))

@@ -5,12 +5,15 @@ Only runs at the paper's scale judge a measured cell; figures of other scales st
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from mol.base import UserError, canonical_json
 from mol.paper.cell import METRICS, Cell
+from mol.plan.experiments import Paper
 from mol.report.compare import Reproduced, is_log, reproduce
+from mol.report.cost import gpu_hours
+from mol.report.counted import counted_row
 from mol.report.readings import Runs, same_hardware
 from mol.report.verdicts import Borrowed, Printed, judge, to_difference
 
@@ -186,13 +189,17 @@ def _hardware(run: dict[str, Any]) -> str:
 def verdict_rows(
     cells: tuple[Cell, ...],
     runs: Runs,
-    corpus_of: dict[str, str],
-    cost: Callable[[Cell], float | None],
+    plan: Paper,
 ) -> Iterator[dict[str, Any]]:
     """Rows of table `verdicts`: one a measured cell at the paper's scale, and one for each other
-    scale, and each other kind of cell, that has a figure. `cost`: GPU-hours of a cell's runs."""
+    scale, and each other kind of cell, that has a figure."""
+    corpus_of = {slug: plan.recipes[c.recipe].corpus for slug, c in plan.conditions.items()}
     context = Context(cells, corpus_of)
     for cell in cells:
+        counted = counted_row(cell, plan)
+        if counted:
+            yield counted
+            continue
         for scale in ("smoke", "proxy", "paper"):
             row: dict[str, Any] = {"cell_id": cell.cell_id, "scale": scale, "n_runs": 0}
             judged = scale == "paper" and cell.kind == "measured"
@@ -211,5 +218,5 @@ def verdict_rows(
             except UserError as error:
                 row |= {"verdict": "not judgeable here" if judged else None, "note": str(error)}
             if row.get("verdict") == "not run":
-                row["cost_gpu_hours"] = cost(cell)
+                row["cost_gpu_hours"] = gpu_hours(cell, runs, plan)
             yield row

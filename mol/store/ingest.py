@@ -15,7 +15,6 @@ import pyarrow as pa
 from mol.base import canonical_json
 from mol.paper.reported import load_paper
 from mol.plan.experiments import load_experiments
-from mol.report.cost import gpu_hours
 from mol.report.judge import verdict_rows
 from mol.report.readings import load_runs
 from mol.store.read import Found, Refusal, metric_rows, read_folders, run_row
@@ -158,12 +157,7 @@ def _insert_paper(database: duckdb.DuckDBPyConnection, folder: Path) -> None:
 
 
 def _insert_verdicts(database: duckdb.DuckDBPyConnection, folder: Path) -> None:
-    plan = load_experiments(folder)
-    corpus_of = {slug: plan.recipes[c.recipe].corpus for slug, c in plan.conditions.items()}
-    runs = load_runs(database)
-    rows = verdict_rows(
-        load_paper(folder).cells, runs, corpus_of, lambda cell: gpu_hours(cell, runs, plan)
-    )
+    rows = verdict_rows(load_paper(folder).cells, load_runs(database), load_experiments(folder))
     insert(database, "verdicts", list(rows))
 
 

@@ -104,11 +104,11 @@ CREATE TABLE cells (
 );
 
 -- Reported against reproduced. A measured cell has one row at the paper's scale, judged or not
--- run; every other row is a figure that stands beside it.
+-- run; counts agree or are contradicted; every other row is a figure that stands beside.
 CREATE TABLE verdicts (
     cell_id VARCHAR NOT NULL,
     scale VARCHAR NOT NULL,
-    verdict VARCHAR,                  -- NULL: a derived or counted cell, which runs do not judge
+    verdict VARCHAR,                  -- NULL: a derived cell, which runs do not judge
     reproduced DOUBLE,                -- in the cell's unit
     difference DOUBLE,                -- reproduced less printed, in the cell's unit
     difference_nats DOUBLE,           -- log ratio, where the rule uses it
