@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from mol.model.config import ModelConfig
+from mol.model.transformer import LanguageModel
 from mol.store.record import Metric
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -20,11 +21,9 @@ class Outcome(NamedTuple):
     notes: list[str]
 
 
-def random_model(config: ModelConfig, device: torch.device, dtype: str, seed: int):
-    """A LanguageModel with random weights, in evaluation mode: speed does not depend on the
+def random_model(config: ModelConfig, device: torch.device, dtype: str, seed: int) -> LanguageModel:
+    """A model with random weights, in evaluation mode: speed does not depend on the
     values, except that routing is as even as a fresh router makes it."""
-    from mol.model.transformer import LanguageModel
-
     torch.manual_seed(seed)
     with torch.device(device):
         model = LanguageModel(config)

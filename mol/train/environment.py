@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from mol.base import UserError
 from mol.plan.hashes import ROOT, Group, source_hash
 from mol.store.record import Hardware, Provenance
 
@@ -18,11 +19,11 @@ PACKAGES = ("torch", "numpy", "tokenizers", "triton", "flash-linear-attention", 
 
 
 def pick_device(name: str = "auto") -> torch.device:
-    """`auto` takes the GPU where there is one. Raises ValueError when the named one is absent."""
+    """`auto` takes the GPU where there is one. Raises UserError when the named one is absent."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda: torch sees no GPU here; use --device cpu")
+        raise UserError("device cuda: torch sees no GPU here; use --device cpu")
     return torch.device(name)
 
 

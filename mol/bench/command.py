@@ -1,0 +1,157 @@
+"""`mol bench`: one benchmark of the plan by its run, or a program with arguments of one's own."""
+
+import argparse
+import importlib
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from mol.base import UserError
+from mol.plan.build import find_run, plan
+from mol.plan.spec import BenchSpec, TrainSpec
+from mol.store.record import Record, save_record
+
+PROGRAMS = ("prefill", "decode", "attention", "dispatch", "logit-diff", "sharding", "train-step")
+
+# Where --lengths goes; a program that takes one length takes it from a list of one.
+LENGTHS = {"prefill": "lengths", "decode": "contexts", "attention": "lengths"}
+ONE_LENGTH = ("dispatch", "logit_diff", "train_step")
+# A program without such an argument refuses the option, by its configuration.
+OPTIONS = ("device", "dtype", "warmup", "repeats", "batch_size", "compiled", "paths", "devices")
+
+CPU_NOTE = (
+    "timed on a CPU with the project's own PyTorch operations at small lengths; "
+    "the paper's figures are from GPUs"
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("program", nargs="?", choices=PROGRAMS)
+    parser.add_argument("--run", metavar="RUN_ID", help="a benchmark of the plan, unchanged")
+    parser.add_argument("--scale", choices=("smoke", "proxy", "paper"), default="smoke")
+    parser.add_argument("--models", nargs="+", metavar="CONDITION", help="only these of the plan's")
+    parser.add_argument("--condition", help="the condition that train-step times")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--dtype", choices=("fp32", "bf16"))
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="T", help="tokens or contexts")
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--warmup", type=int, help="calls before timing starts")
+    parser.add_argument("--repeats", type=int, help="timed calls")
+    parser.add_argument("--compiled", action="store_true", default=None, help="dispatch: compile")
+    parser.add_argument("--paths", nargs="+", metavar="PATH", help="prefill: one_pass, loop")
+    parser.add_argument("--devices", type=int, help="sharding: how many devices")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="parent folder of the record")
+    parser.add_argument("--json", action="store_true", help="print the record")
+
+
+def run(args: argparse.Namespace) -> int:
+    if bool(args.program) == bool(args.run):
+        raise UserError("name either a program or --run RUN_ID, for example `mol bench prefill`")
+    spec = _planned(args) if args.run else _adjusted(args)
+    record = execute(spec)
+    folder = (args.out or Path("results/runs") / spec.scale) / spec.run_id
+    save_record(folder, record)
+    if args.json:
+        print(record.model_dump_json(indent=1))
+    else:
+        _show(record, folder)
+    return 0
+
+
+def execute(spec: BenchSpec) -> Record:
+    """Run a benchmark and describe it. Raises UserError if its device is absent."""
+    from mol.train.environment import hardware, pick_device, provenance
+
+    bench = spec.bench
+    device = pick_device(getattr(bench, "device", "cpu"))
+    program = importlib.import_module(f"mol.bench.{bench.program}")
+    started = datetime.now(UTC)
+    outcome = program.run(bench, device, spec.seed)
+    finished = datetime.now(UTC)
+    timed_on_cpu = device.type == "cpu" and hasattr(bench, "repeats")
+    return Record(
+        run_id=spec.run_id,
+        spec=spec,
+        status="complete",
+        started=started,
+        finished=finished,
+        wall_s=(finished - started).total_seconds(),
+        hardware=hardware(device),
+        provenance=provenance("bench"),
+        metrics=tuple(outcome.metrics),
+        notes=(*outcome.notes, CPU_NOTE) if timed_on_cpu else tuple(outcome.notes),
+    )
+
+
+def _planned(args: argparse.Namespace) -> BenchSpec:
+    spec = find_run(args.run, args.scale).spec
+    if not isinstance(spec, BenchSpec):
+        raise UserError(f"--run {args.run} is a {spec.kind} run; use `mol {spec.kind}`")
+    given = [o for o in (*OPTIONS, "lengths", "models", "condition") if vars(args)[o] is not None]
+    if given:
+        raise UserError(f"--run takes the plan's arguments; drop --{given[0].replace('_', '-')}")
+    return spec
+
+
+def _adjusted(args: argparse.Namespace) -> BenchSpec:
+    """The plan's first benchmark with this program, with the options given in its place."""
+    program = args.program.replace("-", "_")
+    if program == "train_step":
+        base = _train_step(args)
+    elif args.condition:
+        raise UserError("--condition belongs to train-step; choose models with --models")
+    else:
+        specs = (run.spec for run in plan(args.scale))
+        base = next(s for s in specs if s.kind == "bench" and s.bench.program == program)
+    arguments: dict[str, Any] = base.bench.model_dump()
+    arguments |= {o: vars(args)[o] for o in OPTIONS if vars(args)[o] is not None}
+    if args.lengths and program in ONE_LENGTH and len(args.lengths) > 1:
+        raise UserError(f"--lengths: {args.program} takes one length, got {len(args.lengths)}")
+    if args.lengths:
+        one = program in ONE_LENGTH
+        arguments["seq_len" if one else LENGTHS.get(program, "lengths")] = (
+            args.lengths[0] if one else args.lengths
+        )
+    if args.models:
+        known = arguments.get("models", {})
+        missing = [slug for slug in args.models if slug not in known]
+        if missing:
+            raise UserError(f"--models: {missing[0]!r} is none of {', '.join(known) or 'none'}")
+        arguments["models"] = {slug: known[slug] for slug in args.models}
+    return BenchSpec(scale=base.scale, condition=base.condition, bench=arguments, seed=base.seed)
+
+
+def _train_step(args: argparse.Namespace) -> BenchSpec:
+    """Shapes and precision of the condition's training run at this scale."""
+    if not args.condition:
+        raise UserError("train-step needs --condition, for example --condition deltanet-1p3of15")
+    runs = [run.spec for run in plan(args.scale) if isinstance(run.spec, TrainSpec)]
+    found = next((spec for spec in runs if spec.condition == args.condition), None)
+    if found is None:
+        raise UserError(f"--condition: the plan trains no {args.condition!r}; see `mol plan`")
+    bench = {
+        "program": "train_step",
+        "models": {args.condition: found.model},
+        "seq_len": found.seq_len,
+        "batch_size": found.optim.batch_size // found.optim.accumulate,
+        "dtype": found.precision,
+    }
+    return BenchSpec(scale=args.scale, condition="train-step", bench=bench)
+
+
+def _show(record: Record, folder: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{record.spec.condition} on {record.hardware.name}")
+    for column in ("metric", "labels", "value", "unit", "low", "high"):
+        table.add_column(column, justify="left" if column in ("metric", "labels") else "right")
+    for m in record.metrics:
+        labels = " ".join(f"{key}={value}" for key, value in m.labels.items())
+        spread = ("" if x is None else f"{x:.4g}" for x in (m.low, m.high))
+        table.add_row(m.name, labels, f"{m.value:.4g}", m.unit, *spread)
+    console = Console(file=sys.stdout)
+    console.print(table)
+    for line in (*record.notes, f"record: {folder / 'record.json'}"):
+        console.print(line, markup=False, soft_wrap=True)

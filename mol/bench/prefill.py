@@ -1,0 +1,44 @@
+"""Table 7: prompt tokens a second at batch 1, random weights."""
+
+from contextlib import nullcontext
+
+import torch
+
+from mol.bench.common import Outcome, out_of_memory_noted, random_ids, random_model
+from mol.bench.config import PrefillBench
+from mol.bench.paths import loop, stages_by
+from mol.bench.timing import measure, peak_memory
+from mol.model.config import ModelConfig
+
+
+def paths_of(config: ModelConfig, wanted: tuple[str, ...]) -> tuple[str, ...]:
+    """The ways to run this model: `wanted` if it has routed blocks, else only "dense"."""
+    return wanted if any(layer.kind == "split" for layer in config.layers()) else ("dense",)
+
+
+def run(spec: PrefillBench, device: torch.device, seed: int) -> Outcome:
+    """`prefill_tokens_per_s` by model, length and path; `peak_memory` beside it on a GPU.
+
+    A call computes every hidden state of the prompt and the logits of its last position,
+    without gradients. Running out of GPU memory leaves a note in place of the figure.
+    """
+    metrics, notes = [], []
+    for name, config in spec.models.items():
+        model = random_model(config, device, spec.dtype, seed)
+        for length in spec.lengths:
+            ids_BT = random_ids(config.vocab_size, (1, length), device, seed)
+            for path in paths_of(config, spec.paths):
+                labels = {"model": name, "length": length, "path": path}
+
+                by_path = stages_by(model, loop) if path == "loop" else nullcontext()
+                what = f"{name}, {path}, {length} tokens"
+
+                def prefill(model=model, ids_BT=ids_BT):
+                    return model.logits(model(ids_BT).hidden[:, -1])
+
+                with torch.no_grad(), out_of_memory_noted(notes, what), by_path:
+                    timing = measure(prefill, spec.warmup, spec.repeats, device)
+                    metrics.append(timing.rate("prefill_tokens_per_s", length, labels))
+                    metrics += peak_memory(prefill, device, labels)
+        del model, prefill  # two models at once would not fit where one just does
+    return Outcome(metrics, notes)

@@ -1,0 +1,73 @@
+import json
+
+import pytest
+import torch
+
+from mol.bench import command
+from mol.bench.config import PrefillBench
+from mol.cli import main
+from mol.plan.build import plan
+from mol.store.record import load_record
+
+SHARDING = ["bench", "sharding", "--devices", "4"]
+
+
+def test_a_record_is_written_and_printed(tmp_path, capsys):
+    assert main([*SHARDING, "--json", "--out", str(tmp_path)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    (path,) = tmp_path.glob("*/record.json")
+    record = load_record(path)
+    assert printed["run_id"] == record.run_id == path.parent.name
+    assert record.spec.bench.devices == 4
+    assert record.hardware.device == "cpu" and record.hardware.name
+    assert sum(m.name == "params_per_device" for m in record.metrics) == 4
+
+
+def test_a_planned_run_is_run_unchanged(tmp_path, capsys):
+    planned = next(r for r in plan("smoke") if r.spec.condition == "sharding")
+    assert main(["bench", "--run", planned.run_id, "--out", str(tmp_path)]) == 0
+    assert load_record(tmp_path / planned.run_id / "record.json").spec == planned.spec
+    assert "params_reduction" in capsys.readouterr().out
+
+
+def test_a_timing_on_a_cpu_says_so(tmp_path):
+    words = ["prefill", "--device", "cpu", "--lengths", "8", "--models", "dense-1p3b"]
+    assert main(["bench", *words, "--repeats", "1", "--warmup", "0", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*/record.json")
+    record = load_record(path)
+    assert command.CPU_NOTE in record.notes
+    assert isinstance(record.spec.bench, PrefillBench)
+    assert list(record.spec.bench.models) == ["dense-1p3b"]
+    assert [m.labels["length"] for m in record.metrics] == [8]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "RUN_ID"),
+        (["prefill", "--run", "x"], "RUN_ID"),
+        (["--run", "no-such-run"], "no-such-run"),
+        (["prefill", "--lengths", "0"], "lengths"),
+        (["prefill", "--models", "nonesuch"], "nonesuch"),
+        (["prefill", "--condition", "ct-moe"], "--models"),
+        (["sharding", "--dtype", "bf16"], "dtype"),
+        (["sharding", "--lengths", "5"], "lengths"),
+        (["dispatch", "--lengths", "5", "6"], "one length"),
+        (["train-step"], "--condition"),
+        (["train-step", "--condition", "nonesuch"], "nonesuch"),
+        (["--run", "sharding", "--device", "cpu"], "--device"),
+        (["--run", "ct-moe"], "mol train"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(words, says, capsys, tmp_path):
+    assert main(["bench", *words, "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and says in error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_an_absent_gpu_is_one_line_and_exit_2(capsys, tmp_path):
+    assert main(["bench", "prefill", "--device", "cuda", "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "cpu" in error

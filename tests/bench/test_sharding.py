@@ -1,0 +1,74 @@
+from itertools import combinations
+
+import pytest
+import torch
+
+from mol.bench import sharding
+from mol.bench.config import ShardingBench
+from mol.model.config import DenseLayer, ModelConfig, SplitLayer
+from mol.plan.experiments import load_experiments
+
+
+def config(**changes) -> ModelConfig:
+    layer = {"d_thin": 8, "n_heads": 2, "n_blocks": 6, "n_shared": 1, "top_k": 2, "d_ff": 16}
+    return ModelConfig(vocab_size=50, d_model=16, n_layers=3, layer=SplitLayer(**layer | changes))
+
+
+def test_placement_is_even_and_complete():
+    assert sharding.placement(14, 3) == [5, 5, 4]
+    assert sharding.placement(2, 3) == [1, 1, 0]
+    assert sharding.placement(6, 2) == [3, 3]
+
+
+def test_parameters_by_hand():
+    # A softmax block of width 8 in a model of width 16: W_down and W_up, q k v o with biases,
+    # two norms, two FFN matrices.
+    block = 2 * 16 * 8 + 4 * 8 * 8 + 4 * 8 + 2 * 8 + 2 * 8 * 16
+    everywhere = 50 * 16 + 16 + 3 * (5 * 16 + block)  # embedding, last norm; router, shared block
+    held, total = sharding.parameters_per_device(config(), devices=2)
+    assert total == everywhere + 3 * 5 * block
+    assert held == [everywhere + 3 * 3 * block, everywhere + 3 * 2 * block]
+
+
+def test_the_paper_s_198m_model_on_three_devices():
+    model = load_experiments().model("deltanet-1p3of15")
+    # A Gated DeltaNet block at d = 256, H = 4, f = 1024, D = 1024.
+    delta = 5 * 256**2 + 2 * 256 * 4 + 12 * 256 + 64 + 2 * 4
+    block = 2 * 1024 * 256 + delta + 2 * 256 + 2 * 256 * 1024
+    held, total = sharding.parameters_per_device(model, devices=3)
+    assert max(held) == total - 8 * 9 * block
+    outcome = sharding.run(ShardingBench(model=model, devices=3), torch.device("cpu"), 0)
+    (reduction,) = (m for m in outcome.metrics if m.name == "params_reduction")
+    assert reduction.value == pytest.approx(8 * 9 * block / total)
+    assert reduction.labels == {"method": "analytic"}
+    per_device = [m.value for m in outcome.metrics if m.name == "params_per_device"]
+    assert per_device == held
+    assert all(m.labels["method"] == "analytic" for m in outcome.metrics)
+
+
+@pytest.mark.parametrize(("top_k", "devices"), [(1, 2), (2, 2), (3, 3), (5, 4)])
+def test_remote_devices_by_listing_every_choice(top_k, devices):
+    layer = config(top_k=top_k).layer
+    owner = [d for d, n in enumerate(sharding.placement(5, devices)) for _ in range(n)]
+    counts = [
+        len({owner[block] for block in chosen} - {home})
+        for chosen in combinations(range(5), top_k)
+        for home in range(devices)
+    ]
+    expected = sum(counts) / len(counts)
+    assert sharding.remote_devices(layer, devices) == pytest.approx(expected)
+
+
+def test_bytes_by_scheme():
+    found = sharding.bytes_per_token(config(top_k=1), devices=2)
+    # One block: remote half of the time, 16 bf16 numbers there and back, in three stages.
+    assert found["all_to_all"] == pytest.approx(3 * 2 * 0.5 * 16 * 2)
+    assert found["all_reduce"] == 3 * 2 * 16 * 2
+    assert found["tensor_parallel"] == 2 * found["all_reduce"]
+
+
+def test_only_split_layers_are_placed():
+    dense = ModelConfig(vocab_size=50, d_model=16, n_layers=2, layer=DenseLayer(n_heads=2, d_ff=16))
+    held, total = sharding.parameters_per_device(dense, devices=3)
+    assert held == [total] * 3
+    assert sharding.bytes_per_token(dense, 3)["all_to_all"] == 0
