@@ -68,7 +68,8 @@ class SoftmaxAttention(Stackable):
         self.qkv_bias = self.weight(3 * width)
         self.out = self.weight(width, width)
         self.out_bias = self.weight(width)
-        self.init_weights()
+        if not self.out.is_meta:  # drawing nothing takes seconds there
+            self.init_weights()
 
     def init_weights(self, std: float = 0.02, residual_std: float = 0.02) -> None:
         """Normal projections, zero biases; `residual_std` for the output projection."""

@@ -49,7 +49,8 @@ class GatedDeltaNet(Stackable):
         self.dt_bias = self.weight(n_heads)
         self.norm = self.weight(width // n_heads)
         self.out = self.weight(width, width)
-        self.init_weights()
+        if not self.out.is_meta:  # drawing nothing takes seconds there
+            self.init_weights()
 
     def init_weights(self, std: float = 0.02, residual_std: float = 0.02) -> None:
         """Normal projections; decay and step as the public layer starts them: A uniform in

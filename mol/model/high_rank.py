@@ -28,7 +28,7 @@ class HighRankMoE(RoutedFFN):
         nn.init.constant_(self.temperature, self.TAU)
 
     def scores(self, x_nD: Tensor) -> Tensor:
+        wide = torch.promote_types(self.router.dtype, torch.float32)
         with torch.autocast(x_nD.device.type, enabled=False):
-            x_nD = x_nD.to(self.router.dtype)
-            cosine_nN = F.normalize(x_nD, dim=-1) @ F.normalize(self.router, dim=-1).T
-            return self.temperature * cosine_nN
+            anchors_ND = F.normalize(self.router.to(wide), dim=-1)
+            return self.temperature * (F.normalize(x_nD.to(wide), dim=-1) @ anchors_ND.T)

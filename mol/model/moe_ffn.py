@@ -55,10 +55,16 @@ class RoutedFFN(nn.Module):
         nn.init.normal_(self.router, std=std)
         self.experts.init_weights(std, residual_std)
 
+    def inactive_parameters(self) -> int:
+        """Weights of the experts a token leaves out."""
+        n = len(self.router)
+        return sum(p.numel() for p in self.experts.parameters()) // n * (n - self.top_k)
+
     def scores(self, x_nD: Tensor) -> Tensor:
-        """Router logits [n, N], in the router's precision even under autocast."""
+        """Router logits [n, N], in fp32 at least, also inside autocast."""
+        wide = torch.promote_types(self.router.dtype, torch.float32)
         with torch.autocast(x_nD.device.type, enabled=False):
-            return x_nD.to(self.router.dtype) @ self.router.T
+            return x_nD.to(wide) @ self.router.T.to(wide)
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the mixture, same shape, and the CV^2 of the experts' mean probabilities."""

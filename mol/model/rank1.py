@@ -41,15 +41,22 @@ class Rank1Mixture(nn.Module):
         if self.gate is not None:
             self.gate.init_weights(std)
 
+    def inactive_parameters(self) -> int:
+        """Weights of the pairs a token leaves out, over the whole stack; it scores all of them."""
+        n = self.config.n_experts
+        return (self.u.numel() + self.v.numel()) // n * (n - self.config.top_k)
+
     def cosines(self, x: Tensor) -> Tensor:
-        """cos(W_proj x, c_i) as [(E,) n, N], in the parameters' precision even under autocast:
-        rounding to bf16 would decide which experts are the top K."""
+        """cos(W_proj x, c_i) as [(E,) n, N], in fp32 at least, also inside autocast: rounding to
+        bf16 would decide which experts are the top K."""
+        wide = torch.promote_types(self.routing.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            z = F.normalize(x.to(self.w_proj.dtype) @ self.w_proj.mT, dim=-1)
+            z = F.normalize(x.to(wide) @ self.w_proj.mT.to(wide), dim=-1)
+            routing = self.routing.to(wide)
             if self.config.cosine == "first":
-                c = F.normalize(self.routing[..., 0, :], dim=-1)
+                c = F.normalize(routing[..., 0, :], dim=-1)
             else:  # the mean of two cosines is one product with the mean of the unit vectors
-                c = F.normalize(self.routing, dim=-1).mean(-2)
+                c = F.normalize(routing, dim=-1).mean(-2)
             return z @ c.mT
 
     def weigh(self, cosines_K: Tensor, activations_K: Tensor) -> Tensor:

@@ -65,7 +65,8 @@ class SplitStage(nn.Module):
         self.router = nn.Parameter(torch.empty(n_routed, d_model)) if linear else None
         # Blocks that every token chooses see every token, whatever the coverage.
         self.full = config.coverage == "full" or config.top_k == n_routed
-        self.init_weights()
+        if not self.routed.down.is_meta:
+            self.init_weights()
 
     def init_weights(self, std: float = 0.02, residual_std: float = 0.02) -> None:
         """Initialize everything inside the stage; see `ThinBlocks.init_weights`."""

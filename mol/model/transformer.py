@@ -61,6 +61,9 @@ class DenseFFN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.gelu(x @ self.w_in, approximate="tanh") @ self.w_out
 
+    def inactive_parameters(self) -> int:
+        return 0
+
 
 def _has_router(layer: Layer) -> bool:
     if layer.kind == "split":
@@ -97,6 +100,10 @@ class FullWidthLayer(nn.Module):
         for half in (self.attention, self.ffn):
             half.init_weights(std, residual_std)
 
+    def inactive_parameters(self) -> int:
+        """Weights that a token leaves out."""
+        return self.ffn.inactive_parameters()
+
     def _ffn(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         y, balance = self.ffn(self.ffn_norm(x)), None
         if isinstance(self.ffn, RoutedFFN):
@@ -128,14 +135,17 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.checkpoint_activations = False
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.layers = nn.ModuleList(
-            SplitStage(layer, config.d_model)
-            if layer.kind == "split"
-            else FullWidthLayer(config, layer)
-            for layer in config.layers()
-        )
-        self.norm = make_norm(config)
+        device = torch.get_default_device()
+        with torch.device("meta"):  # so that every weight is drawn once, below
+            table = torch.empty(config.vocab_size, config.d_model)
+            self.embedding = nn.Embedding.from_pretrained(table, freeze=False)
+            self.layers = nn.ModuleList(
+                SplitStage(layer, config.d_model)
+                if layer.kind == "split"
+                else FullWidthLayer(config, layer)
+                for layer in config.layers()
+            )
+            self.norm = make_norm(config)
         self._n_routed = sum(_has_router(layer) for layer in config.layers())
         # Not modules: the tables are shared by all layers whose heads have one width.
         shared: dict[int, Rope] = {}
@@ -143,7 +153,9 @@ class LanguageModel(nn.Module):
             shared.setdefault(head, Rope(head, config.rope_base))
             for head in (self._head_width(layer) for layer in config.layers())
         ]
-        self.init_weights()
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.init_weights()
 
     def _head_width(self, layer: Layer) -> int:
         width = layer.d_thin if layer.kind == "split" else self.config.d_model
@@ -159,11 +171,17 @@ class LanguageModel(nn.Module):
         self.norm.reset_parameters()
 
     def forward(self, ids_BT: Tensor, cache: Cache | None = None) -> ModelOutput:
-        """Token ids [B, T] (int64) to hidden states; also fills an empty `cache`."""
+        """Token ids [B, T] (int64) to hidden states; also fills an empty `cache`.
+        Raises ValueError when the cache holds tokens already or is too small."""
+        if cache is not None and (cache.position or ids_BT.shape[1] > cache.max_len):
+            raise ValueError(
+                f"a prompt of {ids_BT.shape[1]} tokens needs an empty cache of at least that size; "
+                f"this one holds {cache.position} of {cache.max_len}"
+            )
         x_BTD = self.embedding(ids_BT)
         balances, routes = [], []
         recompute = self.checkpoint_activations and cache is None and torch.is_grad_enabled()
-        held = cache.layers if cache else [None] * len(self.layers)
+        held = cache.layers if cache is not None else [None] * len(self.layers)
         for layer, rope, layer_cache in zip(self.layers, self._ropes, held, strict=True):
             if recompute:
                 output = checkpoint(
@@ -176,8 +194,8 @@ class LanguageModel(nn.Module):
                 balances.append(balance)
             if route is not None:
                 routes.append(route)
-        if cache:
-            cache.position += ids_BT.shape[1]
+        if cache is not None:
+            cache.position = ids_BT.shape[1]
         balance = sum(balances, x_BTD.new_zeros(())) / max(1, self._n_routed)
         return ModelOutput(self.norm(x_BTD), balance, routes)
 
