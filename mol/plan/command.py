@@ -3,9 +3,6 @@
 import argparse
 import json
 
-from rich.console import Console
-from rich.table import Table
-
 from mol.base import UserError
 from mol.plan.build import Planned, plan
 from mol.plan.experiments import load_experiments
@@ -58,27 +55,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(rows, indent=1))
         return 0
-    table = Table(title=f"{len(rows)} runs at scale {config.scale}")
-    for heading in (
-        "run",
-        "experiments",
-        "corpus",
-        "steps",
-        "tokens",
-        "parameters",
-        "active",
-        "TFLOP",
-    ):
-        text = heading in ("run", "experiments", "corpus")
-        table.add_column(heading, justify="left" if text else "right", overflow="fold")
+    print(f"{'run':44}{'experiments':20}{'steps':>8}{'tokens':>16}{'weights':>15}{'active':>15}")
     for item in rows:
-        figures = [item.get(key) for key in ("steps", "tokens", "params_total", "params_active")]
-        table.add_row(
-            item["run_id"],
-            " ".join(item["experiments"]),
-            item.get("corpus", item["kind"]),
-            *("" if figure is None else f"{figure:,}" for figure in figures),
-            f"{item['train_flop'] / 1e12:,.1f}" if "train_flop" in item else "",
-        )
-    Console().print(table)
+        figures = (item.get(key) for key in ("steps", "tokens", "params_total", "params_active"))
+        columns = zip(figures, (8, 16, 15, 15), strict=True)
+        text = "".join(f"{figure:>{width},}" for figure, width in columns if figure is not None)
+        print(f"{item['run_id']:44}{' '.join(item['experiments']):20}{text}".rstrip())
+    operations = sum(item.get("train_flop", 0) for item in rows)
+    print(f"scale {config.scale}: {len(rows)} runs, {operations:.3g} training operations in all")
     return 0
