@@ -11,6 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from mol.paper.printed import parse
 from mol.report.captions import HEADING, caption
+from mol.report.compare import first_that_stays
 from mol.report.sheet import (
     COLORS,
     GROUND,
@@ -36,20 +37,6 @@ _DENSE = 25  # points of a curve from which markers would hide it
 _RIGHT = 1.42  # inches for names and values beside a panel
 
 
-def crossing_step(curve: Curve, baseline: Curve) -> float | None:
-    """The step from which `curve` (step, nll) stays below `baseline` to the end, interpolated
-    between common steps; None if it ends above or they share no step."""
-    other = dict(baseline)
-    gaps = [(step, value - other[step]) for step, value in curve if step in other]
-    if not gaps or gaps[-1][1] >= 0:
-        return None
-    above = [index for index, (_, gap) in enumerate(gaps) if gap >= 0]
-    if not above:
-        return float(gaps[0][0])
-    (start, before), (stop, after) = gaps[above[-1]], gaps[above[-1] + 1]
-    return start + (stop - start) * before / (before - after)
-
-
 def draw_curves(spec: FigureSpec, source: Source, scale: str) -> Drawing:
     printed = {cell["condition"]: cell for cell in source.cells(spec.table, column=spec.column)}
     runs = {
@@ -60,7 +47,7 @@ def draw_curves(spec: FigureSpec, source: Source, scale: str) -> Drawing:
     crossings = _crossings(spec, source, runs)
     used = [run for found in runs.values() for run in found]
     notes = [f"Paper: printed final values and steps only ({spec.place}); no curve is traced."]
-    notes += [f"Our crossing of {_baseline(spec)}: {crossings[1]}."] if crossings[1] else []
+    notes += [f"Our steps of crossing {_baseline(spec)}: {crossings[1]}."] if crossings[1] else []
 
     same_axes = scale == "paper" and bool(used)
     heading = HEADING[scale] + (" (hollow: printed by the paper)" if same_axes else "")
@@ -86,25 +73,27 @@ def _baseline(spec: FigureSpec) -> str:
 
 def _crossings(
     spec: FigureSpec, source: Source, runs: dict[str, list[Row]]
-) -> tuple[dict[str, float], str]:
-    """Crossing step by series for the first seed, and the same in words."""
+) -> tuple[dict[str, tuple[float, float]], str]:
+    """By series, the steps between which its first seed crosses the baseline's for good; and
+    the same in words."""
     if not spec.baseline or not runs[spec.baseline]:
         return {}, ""
-    baseline = _curve(source, runs[spec.baseline][0])
-    steps = {
-        slug: crossing_step(_curve(source, runs[slug][0]), baseline)
-        for slug in spec.crossing
-        if runs[slug]
-    }
-    first = baseline[0][0]
-
-    def say(step: float | None) -> str:
-        if step is None:
-            return "never"
-        return f"by the first point, step {step:,.0f}" if step <= first else f"at step {step:,.0f}"
-
-    words = [f"{spec.series[slug].label} {say(step)}" for slug, step in steps.items()]
-    return {slug: step for slug, step in steps.items() if step is not None}, ", ".join(words)
+    baseline = dict(_curve(source, runs[spec.baseline][0]))
+    places, words = {}, []
+    for slug in spec.crossing:
+        if not runs[slug]:
+            continue
+        curve = _curve(source, runs[slug][0])
+        gaps = [(step, nll - baseline[step]) for step, nll in curve if step in baseline]
+        place = first_that_stays(gaps)
+        if place is None:
+            words.append(f"{spec.series[slug].label} never")
+        elif place[0] == place[1]:
+            words.append(f"{spec.series[slug].label} below from the first point, {place[0]:,}")
+        else:
+            places[slug] = place
+            words.append(f"{spec.series[slug].label} between {place[0]:,} and {place[1]:,}")
+    return places, ", ".join(words)
 
 
 def _draw_printed(axes: Axes, spec: FigureSpec, source: Source, printed: dict[str, Row]) -> None:
@@ -158,7 +147,7 @@ def _draw_ours(
     spec: FigureSpec,
     source: Source,
     runs: dict[str, list[Row]],
-    crossings: dict[str, float],
+    crossings: dict[str, tuple[float, float]],
     printed: dict[str, Row],
 ) -> None:
     axes.set_xlabel("step")
@@ -190,8 +179,9 @@ def _draw_ours(
     _step_ticks(axes)
     if printed:
         _draw_facts(axes, spec, source)
-    for slug, step in crossings.items():
-        axes.axvline(step, color=COLORS[spec.series[slug].color], linewidth=1, linestyle=":")
+    for slug, (before, after) in crossings.items():
+        color = COLORS[spec.series[slug].color]
+        axes.axvline((before + after) / 2, color=color, linewidth=1, linestyle=":")
     label_points(axes, names)
 
 

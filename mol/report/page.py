@@ -30,6 +30,8 @@ VERDICTS = {
     "not judgeable here": ("?", "other"),
     "not run at paper scale": ("–", "none"),
     "not run": ("–", "none"),
+    "agrees": ("✓", "good"),  # counts
+    "contradicted": ("✗", "bad"),
 }
 
 
@@ -52,24 +54,31 @@ def write_page(source: Source, figures: list[Figure], extras: Extras, out: Path)
 def render(source: Source, figures: list[Figure], extras: Extras) -> str:
     """The page as a string; the same for the same database and figures."""
     cells = _cells(source)
-    judged = [cell for cell in cells if cell["verdict"]]
-    counted = Counter(cell["verdict"] for cell in judged)
+    measured = [cell for cell in cells if cell["kind"] == "measured" and cell["verdict"]]
+    counted = Counter(cell["verdict"] for cell in cells if cell["verdict"])
     order = [*VERDICTS, *sorted(set(counted) - set(VERDICTS))]
-    return _environment().get_template("page.html").render(
-        cells=cells,
-        judged=len(judged),
-        verdicts=[(name, counted[name], *_look(name)) for name in order if counted[name]],
-        kinds=Counter(cell["kind"] for cell in cells),
-        tables=sorted({cell["table"] for cell in cells}, key=_table_order),
-        sections=_sections(source, cells, figures, extras),
-        rest=[cell for cell in cells if not cell["section"]],
-        runs=[_run(run) for run in source.runs.values()],
-        scales=Counter(run["scale"] for run in source.runs.values() if run["status"] == "complete"),
-        meaning=MEANING,
-        refused=source.table("refused"),
-        counts=extras.counts,
-        checks=extras.checks,
-        check_results=Counter(row.get("result") for row in extras.checks or ()),
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            cells=cells,
+            measured=len(measured),
+            reproduced=sum(cell["verdict"] == "reproduced" for cell in measured),
+            verdicts=[(name, counted[name], *_look(name)) for name in order if counted[name]],
+            kinds=Counter(cell["kind"] for cell in cells),
+            tables=sorted({cell["table"] for cell in cells}, key=_table_order),
+            sections=_sections(source, cells, figures, extras),
+            rest=[cell for cell in cells if not cell["section"]],
+            runs=[_run(run) for run in source.runs.values()],
+            scales=Counter(
+                run["scale"] for run in source.runs.values() if run["status"] == "complete"
+            ),
+            meaning=MEANING,
+            refused=source.table("refused"),
+            counts=extras.counts,
+            checks=extras.checks,
+            check_results=Counter(row.get("result") for row in extras.checks or ()),
+        )
     )
 
 
@@ -82,7 +91,12 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"look": _look, "number": figure_text, "show": _show}
+    environment.filters |= {
+        "look": _look,
+        "number": figure_text,
+        "signed": lambda value: ("+" if value > 0 else "") + figure_text(value, 3),
+        "show": _show,
+    }
     environment.globals["asset"] = lambda name: Markup((_HERE / "assets" / name).read_text("utf-8"))
     return environment
 
@@ -107,45 +121,34 @@ def _table_order(table: str) -> tuple[int, str]:
 
 
 def _cells(source: Source) -> list[Row]:
-    """Printed cells with the verdict that counts: the largest scale that has one."""
-    verdicts: dict[str, list[Row]] = {}
+    """Printed cells, each with its verdict and with the figure of the largest scale that has one.
+
+    A verdict is the paper scale's; where nothing ran there, what the other scales say instead.
+    """
+    found: dict[str, list[Row]] = {}
     for row in source.table("verdicts"):
-        verdicts.setdefault(row["cell_id"], []).append(row)
+        found.setdefault(row["cell_id"], []).append(row)
     homes: dict[str, str] = {}  # a table's cells without an experiment stand with its others
     for cell in source.table("cells"):
         if cell["experiment"] and cell["table"] != "text":
             homes.setdefault(cell["table"], cell["experiment"])
     shown = []
     for cell in source.table("cells"):
-        found = sorted(verdicts.get(cell["cell_id"], []), key=lambda row: SCALES.index(row["scale"]))
-        best = found[-1] if found else None
+        rows = sorted(
+            found.get(cell["cell_id"], []), key=lambda row: SCALES.index(row["scale"]), reverse=True
+        )
+        figures = [row for row in rows if row["reproduced"] is not None]
+        run = [row for row in rows if row["verdict"] != "not run"]
         shown.append(
             cell
             | {
                 "section": cell["experiment"] or homes.get(cell["table"], ""),
-                "verdict": best["verdict"] if best else "",
-                "best": best,
-                "others": found[:-1],
-                "runs": _runs_behind(source, cell, best["scale"]) if best else [],
+                "verdict": next((row["verdict"] for row in run or rows), None) or "",
+                "figure": figures[0] if figures else None,
+                "rows": rows,
             }
         )
     return shown
-
-
-def _runs_behind(source: Source, cell: Row, scale: str) -> list[str]:
-    """Complete runs that a cell's metric and operation read."""
-    conditions = {cell["condition"], cell["versus"]} - {""}
-    return [
-        run["run_id"]
-        for run in source.runs.values()
-        if (run["status"], run["scale"]) == ("complete", scale)
-        and run["condition"] in conditions
-        and (run["kind"] == "bench" or not cell["seeds"] or run["seed"] in cell["seeds"])
-        and (
-            any(metric["name"] == cell["metric"] for metric in run["metrics"])
-            or (cell["metric"], run["kind"]) == ("wall_s", "train")
-        )
-    ]
 
 
 def _sections(

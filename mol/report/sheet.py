@@ -193,9 +193,9 @@ def short_number(value: float, _position: int | None = None) -> str:
     return f"{value / 1000:g}K" if value >= 1000 else f"{value:.4g}"
 
 
-def figure_text(value: float) -> str:
-    """Four significant digits or all before the point, never an exponent."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+def figure_text(value: float, digits: int = 4) -> str:
+    """`digits` significant digits or all before the point; an exponent only far below 1."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
 
 def log_ticks(axis, values: list[float], room: float = math.inf) -> None:

@@ -13,7 +13,6 @@ from mol.paper.printed import parse
 Row = dict[str, Any]
 
 SCALES = ("smoke", "proxy", "paper")
-_JSON = ("spec", "versions", "data", "notes", "labels", "seeds", "parts")
 
 
 def printed_value(cell: Row) -> float:
@@ -30,11 +29,18 @@ class Source:
             raise UserError(f"{path}: no such database; `mol store build` makes it")
         try:
             with duckdb.connect(str(path), read_only=True) as database:
-                names = database.execute(
-                    "SELECT table_name FROM information_schema.tables ORDER BY ALL"
+                columns = database.execute(
+                    "SELECT table_name, column_name, data_type FROM information_schema.columns "
+                    "ORDER BY table_name, ordinal_position"
                 ).fetchall()
-                self._rows = {name: _read(database, name) for (name,) in names if name != "curves"}
-                self._curves = _read_curves(database) if ("curves",) in names else {}
+                names = dict.fromkeys(name for name, _, _ in columns)
+                as_json = {(name, column) for name, column, kind in columns if kind == "JSON"}
+                self._rows = {
+                    name: _read(database, name, {c for t, c in as_json if t == name})
+                    for name in names
+                    if name != "curves"
+                }
+                self._curves = _read_curves(database) if "curves" in names else {}
         except duckdb.Error as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"{path}: not a readable database ({reason}); rebuild it") from None
@@ -89,12 +95,12 @@ class Source:
         ]
 
 
-def _read(database: duckdb.DuckDBPyConnection, name: str) -> list[Row]:
+def _read(database: duckdb.DuckDBPyConnection, name: str, as_json: set[str]) -> list[Row]:
     cursor = database.execute(f'SELECT * FROM "{name}" ORDER BY rowid')
     columns = [column[0] for column in cursor.description]
     rows = [dict(zip(columns, values, strict=True)) for values in cursor.fetchall()]
     for row in rows:
-        row |= {key: json.loads(row[key]) for key in _JSON if isinstance(row.get(key), str)}
+        row |= {key: json.loads(row[key]) for key in as_json if row[key] is not None}
     return rows
 
 
