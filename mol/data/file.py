@@ -97,7 +97,7 @@ def _txt(path: Path, column: str) -> Iterator[str]:
 def _decoded(path: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     newlines = io.IncrementalNewlineDecoder(None, translate=True)
-    offset = 0
+    offset, first = 0, True
     with open(path, "rb") as handle:
         while True:
             data = handle.read(BLOCK)
@@ -106,8 +106,8 @@ def _decoded(path: Path) -> Iterator[str]:
                 text = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
                 raise _not_utf8(path, offset - carried + error.start) from None
-            if offset == 0:
-                text = text.removeprefix("\ufeff")
+            if text and first:
+                text, first = text.removeprefix("\ufeff"), False
             yield newlines.decode(text, final=not data)
             if not data:
                 return

