@@ -86,10 +86,6 @@ class RoutePlan:
             * length,
         )
 
-    @property
-    def n_segments(self) -> int:
-        return self.n_blocks * self.batch
-
     def gather(self, x_TD: Tensor) -> Tensor:
         """Rows of the B T tokens in packed order, [N, D]; a token appears k times."""
         if self.n_blocks == 1 and self.equal:

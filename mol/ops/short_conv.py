@@ -62,6 +62,8 @@ def short_conv_reference(x_NC: Tensor, filters_ECJ: Tensor, plan: RoutePlan) -> 
     _, channels, taps = filters_ECJ.shape
     outputs = []
     for segment, x_TC in enumerate(x_NC.split(plan.cu_seqlens.diff().tolist())):
+        if not x_TC.shape[0]:  # conv1d refuses an input shorter than the filter
+            continue
         filters_C1J = filters_ECJ[segment // plan.batch][:, None]
         padded_CT = torch.nn.functional.pad(x_TC.t(), (taps - 1, 0))
         outputs.append(torch.nn.functional.conv1d(padded_CT, filters_C1J, groups=channels).t())

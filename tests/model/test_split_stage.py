@@ -199,7 +199,7 @@ STEPPED = [
 @pytest.mark.parametrize("prompt", [0, 1, 6])
 @torch.no_grad()
 def test_decode_equals_prefill(overrides, prompt):
-    """Token by token, from nothing or after a prompt; the shared block's unused cache is poisoned."""
+    """Token by token, from nothing or after a prompt; the shared cache starts poisoned."""
     stage, x = stage_of(**overrides), tokens(3, 13)
     expected = stage(x, ROPE)[0]
     cache = stage.new_cache(3, 16)

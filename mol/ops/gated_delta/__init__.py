@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mol.ops.gated_delta.chunked import chunked_gated_delta_rule
+from mol.ops.gated_delta.fla import fla_gated_delta_rule
 from mol.ops.gated_delta.naive import gated_delta_step, naive_gated_delta_rule
 
 __all__ = [
@@ -47,7 +48,6 @@ def gated_delta_rule(
     initial state is zero unless given. On CUDA with flash-linear-attention installed its kernels
     run; otherwise the chunked form in PyTorch.
     """
-    rule = chunked_gated_delta_rule
-    if q_NHd.device.type == "cuda" and q_NHd.dtype != torch.float64 and _fla_installed():
-        from mol.ops.gated_delta.fla import fla_gated_delta_rule as rule
+    kernels = q_NHd.is_cuda and q_NHd.dtype != torch.float64 and _fla_installed()
+    rule = fla_gated_delta_rule if kernels else chunked_gated_delta_rule
     return rule(q_NHd, k_NHd, v_NHe, g_NH, beta_NH, cu_seqlens, state_SHde, final_state)

@@ -1,7 +1,9 @@
-"""flash-linear-attention's kernels behind the packed-segment interface (CUDA only)."""
+"""flash-linear-attention's kernels behind the packed-segment interface (CUDA only).
+
+Shape suffixes: N packed rows, S segments, H heads, d key width, e value width.
+"""
 
 import torch
-from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 from torch import Tensor
 
 CHUNK = 64  # rows a chunk of the kernel
@@ -37,6 +39,9 @@ def fla_gated_delta_rule(
     final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Same contract as `gated_delta_rule`. The kernels multiply in bf16 or TF32."""
+    # Importing fla fails on a machine without Triton.
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
     cu_seqlens = cu_seqlens.long()
     output, state = chunk_gated_delta_rule(
         *(t.contiguous()[None] for t in (q_NHd, k_NHd, v_NHe, g_NH.float(), beta_NH)),

@@ -1,0 +1,225 @@
+"""Every fast path against its plain reference, outputs and all gradients, on this machine.
+
+Kernels are chosen by device and installed versions, and some combinations are known to compute
+wrong gradients behind a right forward pass, so a GPU training run calls `run_checks` first.
+
+Each check draws inputs, rounds them to the precision under test, runs the fast path there and the
+reference in fp64 on the same rounded values, and reports the largest relative error
+||fast - plain|| / ||plain|| over the outputs and the gradient of every input and weight.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mol.ops import cross_entropy
+from mol.ops.attention import Rope, segment_attention, segment_attention_reference
+from mol.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from mol.ops.dispatch import RoutePlan
+from mol.ops.gated_delta import gated_delta_rule, naive_gated_delta_rule
+from mol.ops.grouped import grouped_mm
+from mol.ops.short_conv import short_conv, short_conv_reference
+
+# On a CPU the project runs in fp32 and is tested in fp64; on CUDA it trains in bf16, where one
+# rounding is 2^-9 = 0.2 % and a chain of them about 1 %.
+TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 2e-2}
+STAGE_TOLERANCES = TOLERANCES | {torch.bfloat16: 5e-2}  # about ten products in a row
+LENGTHS = (0, 1, 70, 0, 17, 64, 130, 5)  # rows of each segment
+
+
+@dataclass(frozen=True)
+class Check:
+    """Outcome of one comparison; `error` is None when the fast path raised (`detail` says what)."""
+
+    name: str
+    device: str
+    dtype: str
+    error: float | None
+    tolerance: float
+    worst: str  # the output or gradient with the largest error
+    detail: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.error is not None and self.error <= self.tolerance  # NaN fails
+
+
+def run_checks(device: str) -> list[Check]:
+    """All checks on `device`: in fp64 and fp32 on "cpu", in bf16 on "cuda" """
+    dtypes = [torch.bfloat16] if device == "cuda" else [torch.float64, torch.float32]
+    checks = []
+    for dtype in dtypes:
+        for name, fast, plain, tolerance in _comparisons(torch.device(device), dtype):
+            error, worst, detail = None, "", ""
+            try:
+                error, worst = _largest_error(fast(), plain())
+            except (RuntimeError, ImportError, ValueError, AssertionError) as problem:
+                detail = f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}"
+            label = str(dtype).removeprefix("torch.")
+            checks.append(Check(name, device, label, error, tolerance, worst, detail))
+    return checks
+
+
+def _largest_error(fast: dict[str, Tensor], plain: dict[str, Tensor]) -> tuple[float, str]:
+    errors = {}
+    for name, expected in plain.items():
+        difference = fast[name].double() - expected
+        scale = expected.norm()
+        # A zero gradient has no relative error: compare absolutely.
+        errors[name] = (difference.norm() / (scale if scale else 1)).item()
+    nan = [name for name, error in errors.items() if error != error]
+    worst = nan[0] if nan else max(errors, key=errors.get)
+    return errors[worst], worst
+
+
+def _with_gradients(function: Callable, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Outputs of `function(**inputs)` and the gradients of a fixed weighting of them."""
+    inputs = {name: t.detach().clone().requires_grad_() for name, t in inputs.items()}
+    outputs = function(**inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return _collect(outputs, inputs)
+
+
+def _collect(outputs: tuple[Tensor, ...], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    loss = 0
+    for output in outputs:
+        weights = torch.randn(output.shape, generator=generator, dtype=torch.float64)
+        loss = loss + (output * weights.to(output)).sum()
+    gradients = torch.autograd.grad(loss, list(inputs.values()), materialize_grads=True)
+    results = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+    return results | {f"grad {name}": g for name, g in zip(inputs, gradients, strict=True)}
+
+
+def _comparisons(device: torch.device, dtype: torch.dtype) -> Iterator[tuple]:
+    """(name, fast, plain, tolerance) of each check; the functions return named tensors."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        drawn = torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
+        return drawn.to(device=device, dtype=dtype)
+
+    def pair(name: str, fast: Callable, plain: Callable, **inputs: Tensor) -> tuple:
+        wide = {key: tensor.double() for key, tensor in inputs.items()}
+        runs = (lambda: _with_gradients(fast, inputs), lambda: _with_gradients(plain, wide))
+        return (name, *runs, TOLERANCES[dtype])
+
+    rows, heads, width = sum(LENGTHS), 2, 64
+    cu_seqlens = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
+
+    def delta(rule: Callable) -> Callable:
+        def run(q, k, v, g, beta, state):
+            return rule(q, k, v, -g.abs(), beta.sigmoid(), cu_seqlens, state, True)
+
+        return run
+
+    qkv = {name: draw(rows, heads, width) for name in "qkv"}
+    rates = {"g": draw(rows, heads), "beta": draw(rows, heads)}
+    state = draw(len(LENGTHS), heads, width, width, scale=0.1)
+    if device.type == "cuda":
+        state = state.float()
+    yield pair(
+        "gated delta rule",
+        delta(gated_delta_rule),
+        delta(naive_gated_delta_rule),
+        **qkv,
+        **rates,
+        state=state,
+    )
+    yield pair(
+        "causal attention over segments",
+        lambda q, k, v: segment_attention(q, k, v, cu_seqlens, max(LENGTHS)),
+        lambda q, k, v: segment_attention_reference(q, k, v, cu_seqlens),
+        **qkv,
+    )
+    segment_N = torch.repeat_interleave(cu_seqlens.diff().long())
+    for width_out in (64, 93):
+        yield pair(
+            f"grouped product 48 to {width_out}",
+            lambda x, w: grouped_mm(x, w, cu_seqlens[1:]),
+            lambda x, w: torch.einsum("nk,nkm->nm", x, w[segment_N]),
+            x=draw(rows, 48),
+            w=draw(len(LENGTHS), 48, width_out),
+        )
+    chosen = torch.rand(3, 29, 7, generator=generator).topk(2).indices.to(device)
+    plan = RoutePlan.routed(chosen, 7)
+    yield pair(
+        "short convolution",
+        lambda x, w: short_conv(x, w, plan),
+        lambda x, w: short_conv_reference(x, w, plan),
+        x=draw(3 * 29 * 2, 24),
+        w=draw(7, 24, 4),
+    )
+    targets = torch.randint(0, 301, (77,), generator=generator).to(device)
+    yield pair(
+        "linear cross-entropy",
+        lambda hidden, weight: _small_chunks(hidden, weight, targets),
+        lambda hidden, weight: linear_cross_entropy_reference(hidden, weight, targets),
+        hidden=draw(77, 40),
+        weight=draw(301, 40),
+    )
+    for attention in ("softmax", "deltanet"):
+        for coverage in ("routed", "full"):
+            name = f"one-pass stage, {attention}, {coverage}"
+            yield (name, *_stage(attention, coverage, device, dtype), STAGE_TOLERANCES[dtype])
+
+
+def _small_chunks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The loss with chunks small enough that a short input has several."""
+    usual = cross_entropy.LOGITS_AT_ONCE
+    cross_entropy.LOGITS_AT_ONCE = 20 * weight.shape[0]
+    try:
+        return linear_cross_entropy(hidden, weight, targets)
+    finally:
+        cross_entropy.LOGITS_AT_ONCE = usual
+
+
+def _stage(
+    attention: str, coverage: str, device: torch.device, dtype: torch.dtype
+) -> tuple[Callable, Callable]:
+    """A 1+2of6 stage as training runs it (bf16: fp32 weights in autocast), and the block loop."""
+    from mol.model.config import SplitLayer
+    from mol.model.reference import reference_balance, reference_stage
+    from mol.model.split_stage import SplitStage
+
+    autocast = dtype == torch.bfloat16
+    stored = torch.float32 if autocast else dtype
+    config = SplitLayer(
+        d_thin=128,
+        n_heads=2,
+        n_blocks=6,
+        n_shared=1,
+        top_k=2,
+        coverage=coverage,
+        attention=attention,
+        d_ff=93,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        stage = SplitStage(config, 96)
+        stage.init_weights(std=0.1, residual_std=0.1)
+        x_BTD = torch.randn(3, 37, 96)
+    stage = stage.to(device=device, dtype=stored)
+    x_BTD, rope = x_BTD.to(device=device, dtype=stored), Rope(64)
+
+    def run(model: SplitStage, x: Tensor, function: Callable) -> dict[str, Tensor]:
+        x = x.clone().requires_grad_()
+        y, balance = function(model, x)
+        # x itself would hide errors of the much smaller update.
+        return _collect((y - x, balance), {"x": x, **dict(model.named_parameters())})
+
+    def fast() -> dict[str, Tensor]:
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            return run(stage, x_BTD, lambda model, x: model(x, rope)[:2])
+
+    def plain() -> dict[str, Tensor]:
+        return run(
+            copy.deepcopy(stage).double(),
+            x_BTD.double(),
+            lambda model, x: (reference_stage(model, x, rope), reference_balance(model, x)),
+        )
+
+    return fast, plain

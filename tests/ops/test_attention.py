@@ -1,0 +1,63 @@
+"""Packed causal attention against masks, and rotary positions."""
+
+import pytest
+import torch
+
+from mol.ops.attention import Rope, segment_attention, segment_attention_reference
+
+LENGTHS = [[1], [0, 1, 37, 0, 5, 1], [6, 6, 6], [0, 9]]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("slack", [0, 3])
+def test_segments(lengths, dtype, tolerance, slack):
+    """`longest` may exceed the longest segment."""
+    generator = torch.Generator().manual_seed(0)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    shape = (3, sum(lengths), 2, 6)
+    q, k, v = torch.randn(shape, generator=generator).to(dtype).requires_grad_().unbind(0)
+    loss = torch.randn(shape[1:], generator=generator).to(dtype)
+    fast = segment_attention(q, k, v, cu_seqlens, max(lengths) + slack)
+    plain = segment_attention_reference(q, k, v, cu_seqlens)
+    results = [
+        [y, *torch.autograd.grad((y * loss).sum(), [q, k, v], retain_graph=True)]
+        for y in (fast, plain)
+    ]
+    for found, expected in zip(*results, strict=True):
+        assert (found - expected).norm() <= tolerance * expected.norm() + tolerance
+
+
+def test_rope_turns_pairs_by_position():
+    rope, x = Rope(4, base=100.0), torch.tensor([[[1.0, 2.0, 3.0, 4.0]]], dtype=torch.float64)
+    angle = torch.tensor([7.0, 7.0 / 10], dtype=torch.float64)  # rates base^0, base^(-1/2)
+    a, b = x[..., :2], x[..., 2:]
+    expected = torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
+    torch.testing.assert_close(rope(x, torch.tensor([7]), 8), expected, rtol=1e-14, atol=0)
+    torch.testing.assert_close(rope(x, 7, 8), expected, rtol=1e-14, atol=0)
+
+
+def test_rope_scores_depend_on_distance_alone():
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 8, generator=generator, dtype=torch.float64)
+    rope = Rope(8)
+    near = (rope(q, 5, 6) * rope(k, 2, 6)).sum()
+    far = (rope(q, 1005, 1006) * rope(k, 1002, 1006)).sum()
+    assert abs(near - far) < 1e-12
+
+
+def test_rope_grows_and_survives_inference_mode():
+    rope = Rope(8)
+    with torch.inference_mode():
+        rope(torch.ones(1, 1, 8), 3, 4)
+    x = torch.ones(1, 1, 8, requires_grad=True)
+    rope(x, torch.tensor([3]), 4).sum().backward()
+    assert x.grad.isfinite().all()
+    first = rope(x, 3, 4)
+    rope(x, 5000, 5001)
+    assert torch.equal(first, rope(x, 3, 4))
+
+
+def test_rope_refuses_odd_heads():
+    with pytest.raises(ValueError, match="odd"):
+        Rope(7)
