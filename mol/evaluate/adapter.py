@@ -67,6 +67,7 @@ class HarnessModel(TemplateLM):
         self.batch_size = batch_size
         self.batch_tokens = batch_tokens
         self.progress = progress
+        self.cut = 0  # requests that lost their left end, so far
         self._prefix_token = prefix_token
         self._device = torch.device(device)
         self._autocast = autocast
@@ -177,7 +178,9 @@ class HarnessModel(TemplateLM):
                     f"a continuation of {len(continuation)} tokens does not fit in "
                     f"max_length = {self.max_length}; raise max_length"
                 )
-            tokens = (*context, *continuation)[-(self.max_length + 1) :]
+            tokens = (*context, *continuation)
+            self.cut += len(tokens) > self.max_length + 1
+            tokens = tokens[-(self.max_length + 1) :]
             groups.setdefault(tokens[:-1], []).append(_Query(index, tuple(continuation)))
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         bar = tqdm(total=len(groups), desc="sequences", disable=not self.progress)

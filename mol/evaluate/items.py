@@ -172,11 +172,11 @@ def truthfulqa_table(source: str) -> pa.Table:
     """
     table = _truthfulqa_hub() if source == "hub" else _truthfulqa_file(Path(source))
     columns = ("question", "mc1_targets", "mc2_targets")
+    if not table.num_rows:
+        raise UserError(f"{source}: holds no items")
     absent = [name for name in columns if name not in table.column_names]
-    if absent or not table.num_rows:
-        raise UserError(
-            f"{source}: no column {absent[0]!r}" if absent else f"{source}: holds no items"
-        )
+    if absent:
+        raise UserError(f"{source}: no column {absent[0]!r}, only {', '.join(table.column_names)}")
     table = table.select(columns).combine_chunks().replace_schema_metadata(None)
     for place, row in enumerate(table.to_pylist()):
         for name in columns[1:]:

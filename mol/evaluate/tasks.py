@@ -6,10 +6,12 @@ names but does not draw from at its number of shots is there and empty, so that 
 of shots fails instead of showing items that are scored.
 """
 
+import contextlib
 import dataclasses
 import inspect
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +67,18 @@ def items_per_task(name: str, limit: int | None) -> int | None:
     return limit if limit is None or name != MMLU else math.ceil(limit / SUBJECTS)
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The harness warns of every task whose data come from a function, which all of ours do."""
+    logger = logging.getLogger("lm_eval.api.task")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def _source(splits: dict[str, pa.Table]) -> Callable[..., datasets.DatasetDict]:
     """A loader for `custom_dataset`; the harness passes it the task's metadata."""
 
@@ -108,7 +122,8 @@ def load_stock_tasks(
                 for split, table in splits.items()
             }
             overrides.append(_redirect(config, of_subject, count))
-    tasks = manager.load({"group": "zero_shot", "task": overrides})["tasks"]
+    with _quiet():
+        tasks = manager.load({"group": "zero_shot", "task": overrides})["tasks"]
     groups = {}
     if MMLU in names:
         groups[MMLU] = Group.from_config(dict(definitions[MMLU]))

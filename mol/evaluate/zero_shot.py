@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import io
-import logging
 import statistics
 import time
 from collections.abc import Sequence
@@ -15,11 +14,11 @@ import pyarrow.parquet as pq
 import torch
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
-from tokenizers import Tokenizer
 
 from mol.base import UserError, sha256_file, write_atomic
-from mol.data.meta import TOKENIZER, CorpusMeta, load_meta
+from mol.data.meta import CorpusMeta, check_tokenizer, load_meta
 from mol.data.overlap import overlap
+from mol.data.tokenizers import load_tokenizer
 from mol.evaluate.adapter import HarnessModel
 from mol.evaluate.items import TRUTHFULQA, TRUTHFULQA_ROWS, ItemIndex, load_index
 from mol.evaluate.tasks import SETS, StockTasks, check_tasks, definition_hash, load_stock_tasks
@@ -181,14 +180,14 @@ def load_trained(
     meta = load_meta(corpus)
     if meta.eos_id is None:
         raise UserError(f"{corpus}: its tokenizer has no end-of-text token to condition on")
-    tokenizer_sha256 = sha256_file(corpus / TOKENIZER)
+    check_tokenizer(corpus, meta)
     model = LanguageModel(trained.model)
-    load_weights(folder, model, tokenizer_sha256)
+    load_weights(folder, model, meta.tokenizer_sha256)
     batch_size, batch_tokens = BATCH[device.type]
     mixed = trained.precision == "bf16" and device.type == "cuda"
     adapter = HarnessModel(
         model.to(device).eval(),
-        Tokenizer.from_file(str(corpus / TOKENIZER)),
+        load_tokenizer(corpus),
         prefix_token=meta.eos_id,
         max_length=spec.max_length,
         batch_size=batch_size,
@@ -200,7 +199,7 @@ def load_trained(
     pins = {
         "train_run": spec.train_run,
         "weights_sha256": sha256_file(folder / WEIGHTS),
-        "tokenizer_sha256": tokenizer_sha256,
+        "tokenizer_sha256": meta.tokenizer_sha256,
         "source": meta.source.name,
     }
     return adapter, corpus, meta, pins
@@ -219,7 +218,6 @@ def execute(
     Raises UserError when the trained run, its tokenizer or the items are absent or wrong.
     """
     started, clock = datetime.now(UTC), time.monotonic()
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # one warning a task about its data source
     check_tasks(spec.tasks)
     index = load_index(items)
     absent = _unavailable(spec.tasks, index)
@@ -230,7 +228,7 @@ def execute(
     notes = (
         f"lm_eval {importlib.metadata.version('lm_eval')}, prefix token {meta.eos_id} "
         f"({model.tokenizer.id_to_token(meta.eos_id)}), at most {spec.max_length} tokens of "
-        "context, the left end cut",
+        f"input, {model.cut} longer requests lost their left end",
         *scores.notes,
         *(f"{name}: {reason}" for name, reason in absent.items()),
         *_item_notes(names, index),
