@@ -15,21 +15,21 @@ NUMBER = re.compile(
 class Printed(Frozen):
     """The number a string prints, and the closed interval of reals that print as that string.
 
-    `below`: printed as "<5", so the interval has no lower end and excludes the number itself.
+    `bound`: printed as "<5" or ">0", so one end is infinite and the other is excluded.
     """
 
     value: float
     low: float
     high: float
-    below: bool = False
+    bound: bool = False
 
     model_config = Frozen.model_config | {"allow_inf_nan": True}
 
     def prints(self, x: float) -> bool:
         """Whether `x` rounds to this string, halves away from zero."""
         x = float(f"{x:.10g}")
-        if self.below:
-            return x < self.high
+        if self.bound:
+            return self.low < x < self.high
         if self.low == self.high:
             return x == self.low
         if self.value < 0:
@@ -37,9 +37,13 @@ class Printed(Frozen):
         return self.low <= x < self.high
 
     def meets(self, low: float, high: float) -> bool:
-        """Whether some number of [low, high] prints so."""
+        """Whether some number of [low, high] prints so.
+
+        To touch is not to meet: of two adjoining rounding intervals, the common end is in one.
+        """
         slack = 1e-9 * max(abs(self.value), abs(low), abs(high))
-        return low <= self.high + slack and high >= self.low - slack
+        overlap = low < self.high - slack and high > self.low + slack
+        return overlap or self.prints(low) or self.prints(high)
 
 
 def _number(text: str, loose: bool, kilo: float, default_suffix: str = "") -> tuple[float, float]:
@@ -63,8 +67,8 @@ def parse(text: str, kilo: float = 1e3) -> Printed:
     whole number insignificant: "~800" is [750, 850]. A range "a-b" is [a, b], widened by half a
     unit when it is approximate; its value is the middle. Raises ValueError on anything else.
     """
-    loose, below = text[:1] in "~≈" and bool(text), text.startswith("<")
-    body = text[1:] if loose or below else text
+    loose, bound = text.startswith(("~", "≈")), text.startswith(("<", ">"))
+    body = text[1:] if loose or bound else text
     ends = re.split(r"(?<=[\dKMB])[-–]", body)
     if len(ends) == 2:
         suffix = NUMBER.fullmatch(ends[1])
@@ -75,6 +79,7 @@ def parse(text: str, kilo: float = 1e3) -> Printed:
         half = min(half, other) if loose else 0.0
         return Printed(value=(low + high) / 2, low=low - half, high=high + half)
     value, half = _number(body, loose, kilo)
-    if below:
-        return Printed(value=value, low=-math.inf, high=value, below=True)
+    if bound:
+        ends = (-math.inf, value) if text[0] == "<" else (value, math.inf)
+        return Printed(value=value, low=ends[0], high=ends[1], bound=True)
     return Printed(value=value, low=value - half, high=value + half)
