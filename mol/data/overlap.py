@@ -1,35 +1,16 @@
 """Does a text occur in the training split? By runs of 13 normalized words."""
 
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from mol.data.meta import check_split, check_tokenizer, load_meta
+from mol.data.ngrams import N, ngrams, runs, words
 from mol.data.tokenizers import load_tokenizer
 
-N = 13  # words; the length GPT-3's decontamination settled on
-SHORTEST = 8  # words; below that a match says nothing
 BLOCK = 1 << 20  # tokens decoded at a time
 OVERHANG = 16 * N  # tokens decoded again with the next block: the longest run that is not missed
-
-
-def words(text: str) -> list[str]:
-    """Lower-case runs of letters and digits; bracketed tags such as "[step]" are dropped, since
-    the scorers drop them too."""
-    return re.findall(r"[^\W_]+", re.sub(r"\[[^\]]*\]", " ", text.lower()))
-
-
-def ngrams(text: str) -> set[str]:
-    """All runs of 13 words; of a text of 8 to 12 words the whole; of a shorter one nothing."""
-    found = words(text)
-    n = min(N, len(found))
-    return set() if n < SHORTEST else _runs(found, n)
-
-
-def _runs(found: list[str], n: int) -> set[str]:
-    return {" ".join(found[i : i + n]) for i in range(len(found) - n + 1)}
 
 
 def overlap(texts: Iterable[str], folder: Path) -> list[int]:
@@ -47,7 +28,7 @@ def overlap(texts: Iterable[str], folder: Path) -> list[int]:
     seen: set[str] = set()
     for block in _training_words(Path(folder)) if wanted else ():
         for n in lengths:
-            seen |= _runs(block, n) & wanted
+            seen |= runs(block, n) & wanted
     return [i for i, gram in enumerate(grams) if gram & seen]
 
 

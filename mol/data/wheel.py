@@ -22,7 +22,7 @@ import pyarrow as pa
 from mol.base import UserError, sha256_file
 from mol.data.config import Corpus
 from mol.data.meta import SourceInfo, Split
-from mol.data.overlap import ngrams
+from mol.data.ngrams import ngrams
 from mol.data.sources import Text, side
 
 PER_MILLE = 50  # of the groups go to validation, and as many to test

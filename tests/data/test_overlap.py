@@ -4,7 +4,8 @@ import pytest
 
 from mol.base import UserError
 from mol.data import overlap as module
-from mol.data.overlap import ngrams, overlap
+from mol.data.ngrams import ngrams
+from mol.data.overlap import overlap
 from mol.data.packing import prepare
 
 LAYOUTS = [{"kind": "packed"}, {"kind": "padded", "chunk": 16, "min_chunk": 8}]
