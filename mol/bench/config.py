@@ -74,6 +74,12 @@ class DispatchBench(Timed):
     batch_size: PositiveInt
     compiled: bool = False
 
+    @model_validator(mode="after")
+    def _check(self):
+        if self.compiled and self.dtype != "bf16":
+            raise ValueError("compiled needs dtype = bf16, where torch traces its grouped product")
+        return self
+
 
 class LogitDiffBench(Frozen):
     """2.3: largest logit difference between sparse dispatch and dense restricted attention."""
