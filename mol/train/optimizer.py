@@ -9,7 +9,7 @@ from mol.plan.spec import OptimSpec
 
 def is_decayed(name: str, parameter: torch.Tensor) -> bool:
     """Stacked per-block vectors ([E, d]) are vectors all the same: the name tells."""
-    vector = any(word in name for word in ("norm", "bias", "A_log", "dt_bias", "temperature"))
+    vector = any(word in name for word in ("norm", "bias", "decay_log", "dt_bias", "temperature"))
     return parameter.ndim >= 2 and not vector
 
 
