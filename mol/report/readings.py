@@ -56,11 +56,13 @@ def load_runs(database: duckdb.DuckDBPyConnection) -> Runs:
     """Read the complete runs, their metrics and their validation curves."""
     cursor = database.execute(
         "SELECT run_id, kind, scale, condition, seed, hardware, hardware_count, device, wall_s, "
-        "finished, spec->>'$.data.source.kind' AS source, data, "
+        "finished, spec->>'$.data.source.kind' AS source, spec->>'$.train_run' AS train_run, data, "
         "(spec->>'$.optim.steps')::BIGINT AS steps FROM runs WHERE status = 'complete'"
     )
     columns = [column[0] for column in cursor.description]
     runs = {row[0]: dict(zip(columns, row, strict=True)) for row in cursor.fetchall()}
+    for run in runs.values():
+        run["source"] = runs.get(run["train_run"], run)["source"]  # a scored model's own text
     readings: dict[tuple[str, str, str], list[Reading]] = defaultdict(list)
     cursor = database.execute(
         f"SELECT run_id, name, value, unit, stderr, low, high, labels, {', '.join(PROTOCOL)} "

@@ -13,6 +13,7 @@ import duckdb
 import pyarrow as pa
 
 from mol.base import canonical_json
+from mol.paper.derivations import check_paper, load_checks
 from mol.paper.reported import load_paper
 from mol.plan.experiments import load_experiments
 from mol.report.judge import verdict_rows
@@ -154,6 +155,19 @@ def _insert_paper(database: duckdb.DuckDBPyConnection, folder: Path) -> None:
         ],
     )
     insert(database, "cells", list(_cell_rows(folder)))
+    if (folder / "derivations.toml").is_file():
+        insert(database, "checks", list(_check_rows(folder)))
+
+
+def _check_rows(folder: Path) -> Iterable[dict]:
+    judged = check_paper(load_paper(folder))
+    for check, row in zip(load_checks(folder), judged, strict=True):
+        yield {
+            **row.model_dump(mode="json", exclude={"id", "inputs"}),
+            "check_id": row.id,
+            "cell_id": check.of or None,
+            "inputs": canonical_json([source.model_dump() for source in row.inputs]),
+        }
 
 
 def _insert_verdicts(database: duckdb.DuckDBPyConnection, folder: Path) -> None:

@@ -122,3 +122,20 @@ CREATE TABLE verdicts (
     note VARCHAR,
     PRIMARY KEY (cell_id, scale)
 );
+
+-- The paper against itself: derived numbers recomputed from its other printed numbers.
+CREATE TABLE checks (
+    check_id VARCHAR PRIMARY KEY,
+    cell_id VARCHAR,                  -- the derived cell, where it is one
+    kind VARCHAR NOT NULL,            -- check | flag
+    verdict VARCHAR NOT NULL,
+    place VARCHAR NOT NULL,
+    printed VARCHAR NOT NULL,
+    what VARCHAR NOT NULL,
+    expr VARCHAR NOT NULL,
+    inputs JSON NOT NULL,
+    value DOUBLE,
+    low DOUBLE,
+    high DOUBLE,
+    reading VARCHAR NOT NULL
+);

