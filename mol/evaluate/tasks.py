@@ -8,6 +8,7 @@ of shots fails instead of showing items that are scored.
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import logging
 import math
@@ -19,6 +20,7 @@ import datasets
 import lm_eval
 import pyarrow as pa
 import pyarrow.compute as pc
+from lm_eval import utils
 from lm_eval.api.group import Group
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
@@ -41,6 +43,10 @@ SETS = {
     "truthfulqa_mc1": TRUTHFULQA,
     "truthfulqa_mc2": TRUTHFULQA,
 }  # task -> item set
+
+# The harness compiles a prompt's template anew for every item: 1.5 ms each, 2.5 minutes for the
+# 5-shot prompts of MMLU. A template is constant, so the first compilation serves all of them.
+utils.env.from_string = functools.cache(utils.env.from_string)
 
 
 class StockTasks(NamedTuple):

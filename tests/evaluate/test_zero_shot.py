@@ -1,6 +1,7 @@
 """Stock tasks on redirected data, trust in the scores, and the record of a run."""
 
 import functools
+import itertools
 import json
 import math
 import random
@@ -154,23 +155,29 @@ class Oracle(Uniform):
 
     def __init__(self, vocab_size: int, texts: list[list[int]]):
         super().__init__(vocab_size)
-        self.tree: dict = {}
+        self.steps: list[dict[int, int]] = [{}, {}]  # state -> token -> state; 0: off every text
         for ids in texts:
-            node = self.tree
+            state = 1
             for token in ids:
-                node = node.setdefault(token, {})
+                if token not in self.steps[state]:
+                    self.steps[state][token] = len(self.steps)
+                    self.steps.append({})
+                state = self.steps[state][token]
 
     def forward(self, ids_BT):
-        hidden_BTV = torch.zeros(*ids_BT.shape, self.vocab_size)
-        for row, ids in enumerate(ids_BT.tolist()):
-            node = self.tree
-            for place, token in enumerate(ids):
-                node = node.get(token, {})
-                hidden_BTV[row, place, list(node)] = 60.0
-        return SimpleNamespace(hidden=hidden_BTV)
+        states = []
+        for ids in ids_BT.tolist():
+            walk = itertools.accumulate(
+                ids, lambda s, token: self.steps[s].get(token, 0), initial=1
+            )
+            states.append(list(walk)[1:])
+        return SimpleNamespace(hidden=torch.tensor(states)[..., None])
 
     def logits(self, hidden):
-        return hidden
+        rows = torch.zeros(*hidden.shape[:-1], self.vocab_size)
+        for row, state in zip(rows, hidden[:, 0].tolist(), strict=True):
+            row[list(self.steps[state])] = 60.0
+        return rows
 
 
 def harness(model, tokenizer, max_length=32_768, **options) -> HarnessModel:
