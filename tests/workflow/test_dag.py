@@ -146,4 +146,4 @@ def test_a_wrong_configuration_stops_with_the_key(project):
         env={**os.environ, "PYTHONPATH": str(project)},
     )
     assert done.returncode != 0
-    assert "scale" in done.stderr and "'enormous'" in done.stderr
+    assert "scale" in done.stdout + done.stderr and "'enormous'" in done.stdout + done.stderr
