@@ -4,6 +4,8 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from mol.base import read_toml
+
 
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--db", type=Path, default=Path("results/mol.duckdb"), metavar="FILE")
@@ -13,17 +15,35 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Write everything; prints the files, or how many."""
+    """Write everything; prints the files, or how many. Raises UserError without a database."""
+    from mol.plan.experiments import PAPER
     from mol.report.figures import write_figures
     from mol.report.page import Extras, write_page
     from mol.report.source import Source
+    from mol.report.tables import write_tables
 
     source = Source(args.db)
+    tables = write_tables(args.db, args.out)
     figures = write_figures(source, args.figures)
-    page = write_page(source, figures, Extras(), args.out)
-    files = [page, *(path for figure in figures for path in (figure.svg, figure.png))]
+    extras = Extras(
+        counts=_counts(PAPER / "counts.toml"), settings=_settings(PAPER / "settings.toml")
+    )
+    page = write_page(source, figures, extras, args.out)
+    files = [*tables, page, *(path for figure in figures for path in (figure.svg, figure.png))]
     if args.json:
         print(json.dumps([str(path) for path in files], indent=1))
     else:
         print(f"{len(files)} files; open {page}")
     return 0
+
+
+def _counts(path: Path) -> list[dict]:
+    """Parameter counts computed against printed; none for a paper that prints none."""
+    from mol.model.counts import paper_rows
+
+    return paper_rows(path) if path.is_file() else []
+
+
+def _settings(path: Path) -> list[dict]:
+    """The hyperparameters of the experiments, where a paper's folder lists them."""
+    return read_toml(path).get("settings", []) if path.is_file() else []

@@ -26,7 +26,7 @@ from mol.report.source import Row, Source, printed_value
 if TYPE_CHECKING:
     from mol.report.figures import FigureSpec
 
-_RIGHT = 1.3  # inches for the names beside a panel
+_RIGHT = 1.15  # inches for the names beside a panel
 _DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)))
 
 
@@ -103,7 +103,7 @@ def _printed_rows(groups: list[str]) -> list[PanelRow]:
     if len(groups) <= 1:
         gpu = (groups and groups[0]) or "GPU not stated"
         return [PanelRow((f"Paper, printed: {gpu}",), 1.6, right=_RIGHT)]
-    key = PanelRow(("Paper, printed values by GPU",), 0.12, left=0.12, below=0.05)
+    key = PanelRow(("Paper, printed values by GPU",), 0.32, left=0.1, below=0.03)
     pairs = [tuple(groups[start : start + 2]) for start in range(0, len(groups), 2)]
     if len(pairs[-1]) == 1:
         pairs[-1] = (pairs[-1][0], "")
@@ -152,11 +152,11 @@ def _draw_groups(
 
 def _draw_key(axes: Axes, spec: FigureSpec) -> None:
     axes.set_axis_off()
-    axes.set(xlim=(0, len(spec.series)), ylim=(0, 1))
+    axes.set(xlim=(0, 2), ylim=((len(spec.series) + 1) // 2, 0))
     for index, style in enumerate(spec.series.values()):
-        color = COLORS[style.color]
-        axes.plot(index + 0.06, 0.5, style.marker, color=color, ms=5, mfc=GROUND, mew=1.3)
-        axes.text(index + 0.14, 0.5, style.label, color=color, va="center", size=7.5)
+        color, x, y = COLORS[style.color], index % 2, index // 2 + 0.5
+        axes.plot(x + 0.04, y, style.marker, color=color, ms=5, mfc=GROUND, mew=1.3)
+        axes.text(x + 0.1, y, style.label, color=color, va="center", size=8)
 
 
 def _draw_lines(axes: Axes, spec: FigureSpec, points: Points) -> None:
@@ -198,7 +198,7 @@ def _log_log(axes: Axes, spec: FigureSpec, points: list[Point]) -> None:
     axes.set(xscale="log", yscale="log", ylim=limits, xlabel=spec.x_label, ylabel=spec.y_label)
     axes.set_xlim(lengths[0] / 1.25, lengths[-1] * 1.25)
     inches = axes.get_window_extent().width / axes.figure.dpi
-    log_ticks(axes.xaxis, lengths, room=inches / 0.36)
+    log_ticks(axes.xaxis, lengths, room=inches / 0.38)
     log_ticks(axes.yaxis, nice_ticks(*limits))
 
 
@@ -210,7 +210,7 @@ def _ratios(spec: FigureSpec, points: Points) -> list[tuple[float, str]]:
 def _write_ratios(axes: Axes, ratios: list[tuple[float, str]]) -> None:
     for x, text in ratios:
         axes.text(
-            x, 0.99, text if text.endswith("×") else f"{text}×", va="top", ha="center", size=7,
+            x, 0.99, text if text.endswith("×") else f"{text}×", va="top", ha="center", size=7.5,
             transform=axes.get_xaxis_transform(), color=MUTED,
         )  # fmt: skip
 

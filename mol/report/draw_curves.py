@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Curve = list[tuple[int, float]]
 _DENSE = 25  # points of a curve from which markers would hide it
-_RIGHT = 1.42  # inches for names and values beside a panel
+_RIGHT = 1.36  # inches for names and values beside a panel
 
 
 def draw_curves(spec: FigureSpec, source: Source, scale: str) -> Drawing:
@@ -52,7 +52,7 @@ def draw_curves(spec: FigureSpec, source: Source, scale: str) -> Drawing:
     same_axes = scale == "paper" and bool(used)
     heading = HEADING[scale] + (" (hollow: printed by the paper)" if same_axes else "")
     ours = PanelRow((heading,), 2.3 if used else 0.8, right=_RIGHT)
-    rows = [PanelRow(("Paper: what it prints",), 1.45, right=_RIGHT)]
+    rows = [PanelRow(("Paper: what it prints",), 1.6, right=_RIGHT)]
     rows = [ours] if same_axes else [*rows, ours]
     sheet = Sheet(spec.title, rows, caption(scale, used, missing, notes))
     if not used:
@@ -131,14 +131,15 @@ def _draw_facts(axes: Axes, spec: FigureSpec, source: Source) -> None:
         else:
             axes.axvline(steps.value, color=MUTED, linewidth=1, linestyle=(0, (4, 2)))
         axes.annotate(
-            textwrap.fill(f"{fact.text}: {cell['printed']}", 24),
-            (steps.high if "-" in cell["printed"] else steps.value, 0.96 - 0.34 * index),
+            textwrap.fill(f"{fact.text}: {cell['printed']}", 15),
+            (steps.high if "-" in cell["printed"] else steps.value, 0.98 - 0.5 * index),
             xycoords=("data", "axes fraction"),
             xytext=(4, 0),
             textcoords="offset points",
             va="top",
-            size=7,
+            size=7.5,
             color=INK,
+            bbox={"facecolor": GROUND, "edgecolor": "none", "pad": 0.6, "alpha": 0.85},
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
@@ -26,7 +27,7 @@ from mol.report.source import Row, Source, printed_value
 if TYPE_CHECKING:
     from mol.report.figures import FigureSpec
 
-_ROW = 0.25  # inches a configuration takes
+_ROW = 0.29  # inches a configuration takes
 # Which of the perplexities of a run is drawn; padded data give two, and PAD-free is the unit
 # that a reader of perplexities expects.
 _PADS = ("masked", "none")
@@ -48,7 +49,7 @@ def draw_ranking(spec: FigureSpec, source: Source, scale: str) -> Drawing:
     ]
     height = max(_ROW * len(cells), 1.0)
     headings = ("Paper, printed", HEADING[scale].replace(": ", ":\n"))
-    row = PanelRow(headings, height, left=1.72, gap=0.3, below=0.45)
+    row = PanelRow(headings, height, left=1.24, gap=0.16, below=0.45)
     sheet = Sheet(spec.title, [row], caption(scale, used, missing, notes))
     ours, paper = sheet.axes[0][1], sheet.axes[0][0]
     names = [_name(cell) for cell in cells]
@@ -69,7 +70,7 @@ def draw_ranking(spec: FigureSpec, source: Source, scale: str) -> Drawing:
 
 
 def _name(cell: Row) -> str:
-    return cell["row"].rstrip("†‡*")
+    return textwrap.fill(cell["row"].rstrip("†‡*"), 17)
 
 
 def _seed_runs(source: Source, scale: str, cell: Row) -> list[Row]:
@@ -118,8 +119,8 @@ def _draw(axes: Axes, names: list[str], points: list[_Point | None], color: str,
         return
     ends = [point.center + sign * (point.half or 0) for point in known for sign in (-1, 1)]
     span = max(ends) - min(ends) or 1.0
-    axes.set_xlim(min(ends) - 0.08 * span, max(ends) + 0.5 * span)
-    axes.locator_params(axis="x", nbins=3)
+    axes.set_xlim(min(ends) - 0.08 * span, max(ends) + 0.62 * span)
+    axes.locator_params(axis="x", nbins=2)
     for index, point in enumerate(points):
         axes.axhline(index, color=RULE, linewidth=0.6)
         if point is None:
@@ -135,7 +136,7 @@ def _draw(axes: Axes, names: list[str], points: list[_Point | None], color: str,
             xytext=(5, 0),
             textcoords="offset points",
             va="center",
-            size=7.2,
+            size=7.8,
             bbox={"facecolor": GROUND, "edgecolor": "none", "pad": 0.6},
         )
 

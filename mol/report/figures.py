@@ -1,6 +1,5 @@
 """The figures of `figures.toml`, one set for each scale that has records, as SVG and PNG."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from mol.report.draw_bench import draw_bench
 from mol.report.draw_curves import draw_curves
 from mol.report.draw_ranking import draw_ranking
 from mol.report.sheet import RC, Drawing
-from mol.report.source import Source
+from mol.report.source import SCALES, Source
 
 
 class Fact(Frozen):
@@ -82,8 +81,13 @@ class Figure:
 
 
 def load_figures(folder: Path = PAPER) -> list[FigureSpec]:
-    """The figures of a paper. Raises UserError naming the file, the figure and the key."""
+    """The figures of a paper, none if it lists none.
+
+    Raises UserError naming the file, the figure and the key.
+    """
     path = folder / "figures.toml"
+    if not path.is_file():
+        return []
     try:
         specs = [FigureSpec.model_validate(entry) for entry in read_toml(path).get("figures", [])]
     except pydantic.ValidationError as error:
@@ -110,8 +114,15 @@ def write_figures(source: Source, out: Path, folder: Path = PAPER) -> list[Figur
                 svg, png = drawing.sheet.save(out / f"{spec.id}_{scale}")
                 alt = f"{spec.title}. {drawing.alt}"
                 written.append(Figure(spec, scale, svg, png, alt, tuple(drawing.missing)))
-    keep = {path.name for figure in written for path in (figure.svg, figure.png)}
-    for stale in (*out.glob("*_*.svg"), *out.glob("*_*.png")):
-        if stale.name not in keep:
-            os.remove(stale)
+    _remove_stale(out, written)
     return written
+
+
+def _remove_stale(out: Path, written: list[Figure]) -> None:
+    """Drop figures of scales whose records are gone."""
+    keep = {(figure.spec.id, figure.scale) for figure in written}
+    for name in {figure.spec.id for figure in written}:
+        for scale in SCALES:
+            if (name, scale) not in keep:
+                for suffix in (".svg", ".png"):
+                    (out / f"{name}_{scale}{suffix}").unlink(missing_ok=True)

@@ -4,7 +4,7 @@ every value reaches the page through autoescaping."""
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,31 +17,39 @@ from mol.report.captions import MEANING, hardware_of
 from mol.report.figures import Figure
 from mol.report.sheet import COLORS, GROUND, INK, MUTED, RULE, figure_text
 from mol.report.source import SCALES, Row, Source
+from mol.report.view import View
 
 _HERE = Path(__file__).parent
 _SVG_COLORS = {INK: "ink", MUTED: "muted", RULE: "rule", GROUND: "ground"} | {
     color: name for name, color in COLORS.items()
 }
-# Verdicts in the order of the headline: name, sign (color is never the only cue), CSS class.
-VERDICTS = {
+# Verdicts in the order of the headline: name -> sign (color is never the only cue), CSS class.
+MEASURED = {
     "reproduced": ("✓", "good"),
     "not reproduced": ("✗", "bad"),
     "under-powered": ("≈", "weak"),
     "not judgeable here": ("?", "other"),
     "not run at paper scale": ("–", "none"),
     "not run": ("–", "none"),
-    "agrees": ("✓", "good"),  # counts
-    "contradicted": ("✗", "bad"),
 }
+# Counts are recomputed from configurations, derived numbers from the paper's own numbers.
+RECOMPUTED = {
+    "agrees": ("✓", "good"),
+    "agrees only unrounded": ("≈", "weak"),
+    "contradicted": ("✗", "bad"),
+    "not checkable": ("?", "none"),
+    "flag": ("!", "weak"),
+    "no flag": ("✓", "good"),
+}
+LOOKS = MEASURED | RECOMPUTED
 
 
 @dataclass(frozen=True)
 class Extras:
-    """Tables of the page that do not come from the database; None: not available."""
+    """Rows of the page that do not come from the database; empty: not available."""
 
-    counts: list[Row] | None = None
-    checks: list[Row] | None = None
-    settings: list[Row] | None = None
+    counts: list[Row] = field(default_factory=list)
+    settings: list[Row] = field(default_factory=list)
 
 
 def write_page(source: Source, figures: list[Figure], extras: Extras, out: Path) -> Path:
@@ -53,33 +61,35 @@ def write_page(source: Source, figures: list[Figure], extras: Extras, out: Path)
 
 def render(source: Source, figures: list[Figure], extras: Extras) -> str:
     """The page as a string; the same for the same database and figures."""
-    cells = _cells(source)
-    measured = [cell for cell in cells if cell["kind"] == "measured" and cell["verdict"]]
-    counted = Counter(cell["verdict"] for cell in cells if cell["verdict"])
-    order = [*VERDICTS, *sorted(set(counted) - set(VERDICTS))]
-    return (
-        _environment()
-        .get_template("page.html")
-        .render(
-            cells=cells,
-            measured=len(measured),
-            reproduced=sum(cell["verdict"] == "reproduced" for cell in measured),
-            verdicts=[(name, counted[name], *_look(name)) for name in order if counted[name]],
-            kinds=Counter(cell["kind"] for cell in cells),
-            tables=sorted({cell["table"] for cell in cells}, key=_table_order),
-            sections=_sections(source, cells, figures, extras),
-            rest=[cell for cell in cells if not cell["section"]],
-            runs=[_run(run) for run in source.runs.values()],
-            scales=Counter(
-                run["scale"] for run in source.runs.values() if run["status"] == "complete"
-            ),
-            meaning=MEANING,
-            refused=source.table("refused"),
-            counts=extras.counts,
-            checks=extras.checks,
-            check_results=Counter(row.get("result") for row in extras.checks or ()),
-        )
+    views = source.views
+    measured = [view for view in views if view.cell["kind"] == "measured"]
+    others = [view for view in views if view.cell["kind"] != "measured"]
+    telling = ["contradicted", "flag", "agrees only unrounded"]
+    checks = sorted(
+        source.table("checks"),
+        key=lambda row: (
+            telling.index(row["verdict"]) if row["verdict"] in telling else len(telling)
+        ),
     )
+    sections, rest = _sections(source, figures, extras)
+    complete = Counter(run["scale"] for run in source.runs.values() if run["status"] == "complete")
+    return _environment().get_template("page.html").render(
+        total=len(views),
+        kinds=sorted(Counter(view.cell["kind"] for view in views).items()),
+        tables=sorted({view.cell["table"] for view in views}, key=_table_order),
+        measured=_tally(measured),
+        recomputed=_tally(others),
+        reproduced=sum(view.verdict == "reproduced" for view in measured),
+        judged=len(measured),
+        sections=sections,
+        rest=rest,
+        runs=[_run(run) for run in source.runs.values()],
+        scales=[(MEANING[scale], complete[scale]) for scale in SCALES if complete[scale]],
+        refused=source.table("refused"),
+        counts=extras.counts,
+        checks=checks,
+        check_tally=_counted(Counter(row["verdict"] for row in checks)),
+    )  # fmt: skip
 
 
 @cache
@@ -94,7 +104,6 @@ def _environment() -> Environment:
     environment.filters |= {
         "look": _look,
         "number": figure_text,
-        "signed": lambda value: ("+" if value > 0 else "") + figure_text(value, 3),
         "show": _show,
     }
     environment.globals["asset"] = lambda name: Markup((_HERE / "assets" / name).read_text("utf-8"))
@@ -102,7 +111,17 @@ def _environment() -> Environment:
 
 
 def _look(verdict: str) -> tuple[str, str]:
-    return VERDICTS.get(verdict, ("·", "other"))
+    return LOOKS.get(verdict, ("·", "other"))
+
+
+def _tally(views: list[View]) -> list[tuple[str, int]]:
+    """How many views have which verdict."""
+    return _counted(Counter(view.verdict for view in views if view.verdict))
+
+
+def _counted(counts: Counter) -> list[tuple[str, int]]:
+    order = [*LOOKS, *sorted(set(counts) - set(LOOKS))]
+    return [(verdict, counts[verdict]) for verdict in order if counts[verdict]]
 
 
 def _show(value: Any) -> str:
@@ -120,67 +139,52 @@ def _table_order(table: str) -> tuple[int, str]:
     return (int(table), "") if table.isdigit() else (10_000, table)
 
 
-def _cells(source: Source) -> list[Row]:
-    """Printed cells, each with its verdict and with the figure of the largest scale that has one.
-
-    A verdict is the paper scale's; where nothing ran there, what the other scales say instead.
-    """
-    found: dict[str, list[Row]] = {}
-    for row in source.table("verdicts"):
-        found.setdefault(row["cell_id"], []).append(row)
+def _sections(
+    source: Source, figures: list[Figure], extras: Extras
+) -> tuple[list[dict[str, Any]], dict[str, list[View]]]:
+    """One section an experiment, in the paper's order, and the tables of what belongs to none."""
     homes: dict[str, str] = {}  # a table's cells without an experiment stand with its others
     for cell in source.table("cells"):
         if cell["experiment"] and cell["table"] != "text":
             homes.setdefault(cell["table"], cell["experiment"])
-    shown = []
-    for cell in source.table("cells"):
-        rows = sorted(
-            found.get(cell["cell_id"], []), key=lambda row: SCALES.index(row["scale"]), reverse=True
-        )
-        figures = [row for row in rows if row["reproduced"] is not None]
-        run = [row for row in rows if row["verdict"] != "not run"]
-        shown.append(
-            cell
-            | {
-                "section": cell["experiment"] or homes.get(cell["table"], ""),
-                "verdict": next((row["verdict"] for row in run or rows), None) or "",
-                "figure": figures[0] if figures else None,
-                "rows": rows,
-            }
-        )
-    return shown
-
-
-def _sections(
-    source: Source, cells: list[Row], figures: list[Figure], extras: Extras
-) -> list[dict[str, Any]]:
-    """One section an experiment, in the paper's order."""
+    placed: dict[str, dict[str, list[View]]] = {}
+    for view in source.views:
+        table = view.cell["table"]
+        home = view.cell["experiment"] or homes.get(table, "")
+        placed.setdefault(home, {}).setdefault(table, []).append(view)
     sections = []
     for experiment in source.table("experiments"):
         name = experiment["experiment"]
-        own = [cell for cell in cells if cell["section"] == name]
-        tables: dict[str, list[Row]] = {}
-        for cell in own:
-            tables.setdefault(cell["table"], []).append(cell)
+        tables = placed.pop(name, {})
+        drawn = [figure for figure in figures if figure.spec.experiment == name]
+        shown = list(dict.fromkeys(figure.spec.id for figure in drawn))
+        drawn.sort(key=lambda figure: (shown.index(figure.spec.id), -SCALES.index(figure.scale)))
         sections.append(
             experiment
             | {
                 "tables": tables,
-                "verdicts": Counter(cell["verdict"] for cell in own if cell["verdict"]),
-                "figures": [
-                    (figure, _inline_svg(figure)) for figure in figures
-                    if figure.spec.experiment == name
-                ],
-                "claims": [
-                    row for row in source.table("claim_results") if row.get("experiment") == name
-                ],
-                "settings": [
-                    row for row in extras.settings or () if name in row.get("experiments", ())
-                ],
+                "tally": _tally([view for views in tables.values() for view in views]),
+                "figures": [(figure, _inline_svg(figure)) for figure in drawn],
+                "claims": _of(source.table("claim_results"), name),
+                "settings": _of(extras.settings, name),
                 "runs": [source.runs[run] for run in source.experiments.get(name, ())],
             }
-        )  # fmt: skip
-    return sections
+        )
+    rest: dict[str, list[View]] = {}
+    for tables in placed.values():
+        for table, views in tables.items():
+            rest.setdefault(table, []).extend(views)
+    return sections, rest
+
+
+def _of(rows: list[Row], experiment: str) -> list[Row]:
+    """Rows that name the experiment, alone or in a list, without that column."""
+    found = []
+    for row in rows:
+        named = row.get("experiments") or [row.get("experiment")]
+        if experiment in named:
+            found.append({k: v for k, v in row.items() if k not in ("experiment", "experiments")})
+    return found
 
 
 def _inline_svg(figure: Figure) -> Markup:

@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from mol.base import write_atomic
 
-WIDTH = 5.0  # inches
+WIDTH = 4.0  # inches; on a phone, where it is shown 360 px wide, 8 pt are 10 px
 INK, MUTED, RULE, GROUND = "#1b1f24", "#57606a", "#d0d7de", "#ffffff"
 # Told apart by lightness and hue under the common color deficiencies, and 4.5 : 1 on white.
 COLORS = {
@@ -26,7 +26,7 @@ COLORS = {
 }
 RC = {
     "font.family": ["DejaVu Sans"],
-    "font.size": 8,
+    "font.size": 8.5,
     "svg.fonttype": "none",  # text stays text: selectable, searchable, read aloud
     "svg.hashsalt": "mol",  # element ids do not change from build to build
     "text.color": INK,
@@ -38,20 +38,20 @@ RC = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlelocation": "left",
-    "axes.titlesize": 8.5,
+    "axes.titlesize": 9,
     "axes.titleweight": "bold",
     "grid.color": RULE,
     "grid.linewidth": 0.6,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "xtick.labelsize": 7.5,
-    "ytick.labelsize": 7.5,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
     "figure.facecolor": GROUND,
     "axes.facecolor": GROUND,
     "savefig.facecolor": GROUND,
     "path.simplify": True,
 }
-_TITLE, _LINE = 0.2, 0.145  # inches a line of title and of caption takes
+_TITLE, _LINE = 0.2, 0.155  # inches a line of title and of caption takes
 
 
 @dataclass(frozen=True)
@@ -60,23 +60,26 @@ class PanelRow:
 
     headings: tuple[str, ...]
     height: float
-    left: float = 0.62
+    left: float = 0.66
     right: float = 0.15
     gap: float = 0.5
     below: float = 0.48
+
+    @property
+    def above(self) -> float:
+        return 0.13 + 0.14 * max(heading.count("\n") + 1 for heading in self.headings)
 
 
 class Sheet:
     """Draw into `axes[row][column]`, then `save`. Use inside `matplotlib.rc_context(RC)`."""
 
     def __init__(self, title: str, rows: list[PanelRow], caption: list[str]):
-        heading = textwrap.wrap(title, 58)
-        notes = [line for text in caption for line in textwrap.wrap(text, 92)]
-        tops = 0.27
+        heading = textwrap.wrap(title, 42)
+        notes = [line for text in caption for line in textwrap.wrap(text, 68)]
         height = (
             0.12
             + _TITLE * len(heading)
-            + sum(tops + row.height + row.below for row in rows)
+            + sum(row.above + row.height + row.below for row in rows)
             + _LINE * len(notes)
             + 0.1
         )
@@ -87,11 +90,11 @@ class Sheet:
             cursor += _TITLE
         self.axes: list[list[Axes]] = []
         for row in rows:
-            cursor += tops
+            cursor += row.above
             self.axes.append(self._panels(row, cursor))
             cursor += row.height + row.below
         for line in notes:
-            self._text(cursor, line, size=6.8, color=MUTED)
+            self._text(cursor, line, size=7.5, color=MUTED)
             cursor += _LINE
 
     def _text(self, top: float, text: str, **style) -> None:
@@ -109,7 +112,7 @@ class Sheet:
             axes = self.figure.add_axes(box)
             shift = 0.08 / WIDTH if index == 0 else box[0]
             self.figure.text(
-                shift, box[1] + box[3] + 0.07 / self._height, heading, size=8.5, weight="bold"
+                shift, box[1] + box[3] + 0.07 / self._height, heading, size=9, weight="bold"
             )
             made.append(axes)
         return made
@@ -165,7 +168,7 @@ def _first(group: tuple[list[float], int]) -> float:
     return sum(group[0]) / len(group[0])
 
 
-def label_points(axes: Axes, items: list[tuple[float, float, str, str]], size: float = 7.5) -> None:
+def label_points(axes: Axes, items: list[tuple[float, float, str, str]], size: float = 8) -> None:
     """Write a name beside each (x, y, name, color), right of the panel, without overlaps."""
     box = axes.get_window_extent()
     to_pixel, to_axes = axes.transData, axes.transAxes.inverted()

@@ -7,8 +7,9 @@ from typing import Any
 
 import duckdb
 
-from mol.base import UserError
 from mol.paper.printed import parse
+from mol.report.view import View, load_views
+from mol.store.export import connect
 
 Row = dict[str, Any]
 
@@ -24,26 +25,22 @@ class Source:
     """Rows of a database; a table that it lacks reads as empty."""
 
     def __init__(self, path: Path):
-        """Raises UserError if `path` is no readable DuckDB file."""
-        if not path.is_file():
-            raise UserError(f"{path}: no such database; `mol store build` makes it")
-        try:
-            with duckdb.connect(str(path), read_only=True) as database:
-                columns = database.execute(
-                    "SELECT table_name, column_name, data_type FROM information_schema.columns "
-                    "ORDER BY table_name, ordinal_position"
-                ).fetchall()
-                names = dict.fromkeys(name for name, _, _ in columns)
-                as_json = {(name, column) for name, column, kind in columns if kind == "JSON"}
-                self._rows = {
-                    name: _read(database, name, {c for t, c in as_json if t == name})
-                    for name in names
-                    if name != "curves"
-                }
-                self._curves = _read_curves(database) if "curves" in names else {}
-        except duckdb.Error as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"{path}: not a readable database ({reason}); rebuild it") from None
+        """Raises UserError without a readable database."""
+        with connect(path) as database:
+            columns = database.execute(
+                "SELECT table_name, column_name, data_type FROM information_schema.columns "
+                "ORDER BY table_name, ordinal_position"
+            ).fetchall()
+            names = dict.fromkeys(name for name, _, _ in columns)
+            as_json = {(name, column) for name, column, kind in columns if kind == "JSON"}
+            self._rows = {
+                name: _read(database, name, {c for t, c in as_json if t == name})
+                for name in names
+                if name != "curves"
+            }
+            self._curves = _read_curves(database) if "curves" in names else {}
+            judged = {"cells", "verdicts", "checks"} <= names.keys()
+            self.views: list[View] = load_views(database) if judged else []
 
     def table(self, name: str) -> list[Row]:
         return self._rows.get(name, [])

@@ -3,12 +3,18 @@ const form = document.getElementById("filter");
 const rows = [...document.querySelectorAll("table.cells tbody tr")];
 const texts = new Map(rows.map((row) => [row, row.textContent.toLowerCase()]));
 
+// "-setting" means every kind but settings
+function matches(value, wanted) {
+  if (!wanted) return true;
+  return wanted.startsWith("-") ? value !== wanted.slice(1) : value === wanted;
+}
+
 function applyFilter() {
   const wanted = Object.fromEntries(new FormData(form));
   const words = wanted.text.toLowerCase().split(/\s+/).filter(Boolean);
   let shown = 0;
   for (const row of rows) {
-    const fits = ["verdict", "table", "kind"].every((key) => !wanted[key] || row.dataset[key] === wanted[key])
+    const fits = ["verdict", "table", "kind"].every((key) => matches(row.dataset[key], wanted[key]))
       && words.every((word) => texts.get(row).includes(word));
     row.hidden = !fits;
     shown += fits;
@@ -16,7 +22,7 @@ function applyFilter() {
   for (const table of document.querySelectorAll("table.cells")) {
     table.parentElement.hidden = !table.querySelector("tbody tr:not([hidden])");
   }
-  const narrowed = shown < rows.length;
+  const narrowed = wanted.text || wanted.verdict || wanted.table || wanted.kind !== "-setting";
   for (const section of document.querySelectorAll("section.experiment")) {
     section.hidden = narrowed && !section.querySelector("table.cells tbody tr:not([hidden])");
   }
@@ -50,7 +56,11 @@ function sortBy(header) {
 function openTarget() {
   const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
   if (!target) return;
-  if (target.hidden || target.closest("[hidden]")) { form.reset(); applyFilter(); }
+  if (target.closest("[hidden]")) {
+    form.reset();
+    form.elements.kind.value = "";
+    applyFilter();
+  }
   for (let node = target; node; node = node.parentElement) if (node.tagName === "DETAILS") node.open = true;
   target.scrollIntoView();
 }
@@ -62,9 +72,10 @@ form.addEventListener("submit", (event) => event.preventDefault());
 document.addEventListener("click", (event) => {
   const sort = event.target.closest(".sort");
   if (sort) sortBy(sort.closest("th"));
-  const pick = event.target.closest("[data-pick]");
+  const pick = event.target.closest(".tiles button");
   if (pick) {
-    form.elements.verdict.value = pick.dataset.pick;
+    form.elements.verdict.value = pick.dataset.verdict;
+    form.elements.kind.value = pick.dataset.kind;
     applyFilter();
     form.scrollIntoView();
   }
