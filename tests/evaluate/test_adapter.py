@@ -146,6 +146,18 @@ def test_one_token_options_share_one_forward(gpt2, tokenizer):
     assert [shape[0] for shape in seen] == [1]
 
 
+def test_continuations_of_different_length_share_their_input(gpt2, tokenizer, stock):
+    arguments = [
+        ("the fox", " over a stone river"),
+        ("the fox over a stone", " river"),
+        ("the fox over", " a stone mountain"),
+    ]
+    requests = instances("loglikelihood", arguments)
+    got = ours(gpt2, tokenizer).loglikelihood(requests)
+    expected = stock.loglikelihood(requests, disable_tqdm=True)
+    assert [a for a, _ in got] == pytest.approx([a for a, _ in expected], abs=1e-4)
+
+
 def test_batches_keep_to_both_limits(gpt2, tokenizer, pairs):
     model = ours(gpt2, tokenizer, batch_size=8, batch_tokens=64)
     seen = []
