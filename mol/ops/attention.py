@@ -75,6 +75,11 @@ def segment_attention(
         return o_SHLd.transpose(1, 2).reshape(rows, heads, width)
     if q_NHd.device.type == "cuda" and q_NHd.dtype in (torch.bfloat16, torch.float16):
         return _varlen(q_NHd, k_NHd, v_NHd, cu_seqlens, longest)
+    return _padded(q_NHd, k_NHd, v_NHd, cu_seqlens)
+
+
+@torch.compiler.disable  # segment lengths are host numbers: a trace would be redone for each batch
+def _padded(q_NHd: Tensor, k_NHd: Tensor, v_NHd: Tensor, cu_seqlens: Tensor) -> Tensor:
     counts_S = cu_seqlens.diff()
     counts_S = counts_S[counts_S > 0]
     length = int(counts_S.max())
@@ -83,7 +88,7 @@ def segment_attention(
         _pad(t, slot_N, counts_S.numel(), length).transpose(1, 2) for t in (q_NHd, k_NHd, v_NHd)
     )
     o_SHLd = F.scaled_dot_product_attention(*batch, is_causal=True)
-    return o_SHLd.transpose(1, 2).reshape(-1, heads, width).index_select(0, slot_N)
+    return o_SHLd.transpose(1, 2).flatten(0, 1).index_select(0, slot_N)
 
 
 def _slots(counts_S: Tensor, length: int) -> Tensor:

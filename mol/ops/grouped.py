@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _native = getattr(F, "grouped_mm", None) or torch._grouped_mm
+# Tracing knows the product in bf16 alone, although CPUs run it in fp32 too.
+_untraced = torch.compiler.disable(_native)
 
 
 def grouped_mm(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor, equal: bool = False) -> Tensor:
@@ -37,7 +39,8 @@ def grouped_mm(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor, equal: bool = False)
     multiple = 16 // x_NK.element_size()
     pad_in, pad_out = -width_in % multiple, -width_out % multiple
     if not (pad_in or pad_out):
-        return _native(x_NK.contiguous(), w_EKM.contiguous(), offs=offs_E)
+        native = _native if x_NK.dtype == torch.bfloat16 else _untraced
+        return native(x_NK.contiguous(), w_EKM.contiguous(), offs=offs_E)
     if not cuda:
         return grouped_mm_reference(x_NK, w_EKM, offs_E)
     # Zero columns cost a copy; the loop would cost a host sync and E small products.
@@ -45,6 +48,7 @@ def grouped_mm(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor, equal: bool = False)
     return y_NM[:, :width_out]
 
 
+@torch.compiler.disable  # group sizes are host numbers: a trace would be redone for each batch
 def grouped_mm_reference(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor) -> Tensor:
     """A loop over groups; reads the offsets on the host."""
     ends = offs_E.tolist()

@@ -52,6 +52,7 @@ def _chunks(cu_seqlens: Tensor) -> _Chunks:
     return _Chunks(size, counts.tolist(), slot_N.to(device), order.to(device))
 
 
+@torch.compiler.disable  # segment lengths are host numbers: a trace would be redone for each batch
 def chunked_gated_delta_rule(
     q_NHd: Tensor,
     k_NHd: Tensor,
