@@ -14,9 +14,15 @@ from mol.store.record import Record, save_record
 
 PROGRAMS = ("prefill", "decode", "attention", "dispatch", "logit-diff", "sharding", "train-step")
 
-# Where --lengths goes; a program that takes one length takes it from a list of one.
-LENGTHS = {"prefill": "lengths", "decode": "contexts", "attention": "lengths"}
-ONE_LENGTH = ("dispatch", "logit_diff", "train_step")
+# Where --lengths goes; `seq_len` takes a single one.
+LENGTHS = {
+    "prefill": "lengths",
+    "decode": "contexts",
+    "attention": "lengths",
+    "dispatch": "seq_len",
+    "logit_diff": "seq_len",
+    "train_step": "seq_len",
+}
 # A program without such an argument refuses the option, by its configuration.
 OPTIONS = ("device", "dtype", "warmup", "repeats", "batch_size", "compiled", "paths", "devices")
 
@@ -106,13 +112,8 @@ def _adjusted(args: argparse.Namespace) -> BenchSpec:
         base = next(s for s in specs if s.kind == "bench" and s.bench.program == program)
     arguments: dict[str, Any] = base.bench.model_dump()
     arguments |= {o: vars(args)[o] for o in OPTIONS if vars(args)[o] is not None}
-    if args.lengths and program in ONE_LENGTH and len(args.lengths) > 1:
-        raise UserError(f"--lengths: {args.program} takes one length, got {len(args.lengths)}")
     if args.lengths:
-        one = program in ONE_LENGTH
-        arguments["seq_len" if one else LENGTHS.get(program, "lengths")] = (
-            args.lengths[0] if one else args.lengths
-        )
+        arguments |= _lengths(program, args.lengths)
     if args.models:
         known = arguments.get("models", {})
         missing = [slug for slug in args.models if slug not in known]
@@ -120,6 +121,16 @@ def _adjusted(args: argparse.Namespace) -> BenchSpec:
             raise UserError(f"--models: {missing[0]!r} is none of {', '.join(known) or 'none'}")
         arguments["models"] = {slug: known[slug] for slug in args.models}
     return BenchSpec(scale=base.scale, condition=base.condition, bench=arguments, seed=base.seed)
+
+
+def _lengths(program: str, lengths: list[int]) -> dict[str, Any]:
+    if program not in LENGTHS:
+        raise UserError(f"--lengths: {program} takes no lengths")
+    if LENGTHS[program] != "seq_len":
+        return {LENGTHS[program]: lengths}
+    if len(lengths) > 1:
+        raise UserError(f"--lengths: {program} takes one length, got {len(lengths)}")
+    return {"seq_len": lengths[0]}
 
 
 def _train_step(args: argparse.Namespace) -> BenchSpec:

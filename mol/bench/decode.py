@@ -1,13 +1,12 @@
 """Table 12 and Appendix H: milliseconds to decode a token, with a cache and without."""
 
-import itertools
-
 import torch
 
 from mol.bench.common import Outcome, out_of_memory_noted, random_ids, random_model
 from mol.bench.config import DecodeBench
-from mol.bench.timing import interleave, measure
+from mol.bench.timing import interleave
 from mol.model.attention import KVCache
+from mol.model.config import ModelConfig
 from mol.model.delta import DeltaCache
 from mol.model.split_stage import StageCache
 from mol.model.transformer import Cache, LanguageModel
@@ -52,33 +51,39 @@ def run(spec: DecodeBench, device: torch.device, seed: int) -> Outcome:
     call runs the whole context and takes the last position's logits; the two are timed in turn.
     """
     metrics, notes = [], []
-    calls = spec.warmup + spec.repeats
     for name, config in spec.models.items():
-        model = random_model(config, device, spec.dtype, seed)
-        ids_CB = random_ids(config.vocab_size, (calls, spec.batch_size), device, seed)
-        for context in spec.contexts:
-            labels = {"model": name, "context": context, "batch": spec.batch_size, "cache": True}
-            with torch.no_grad(), out_of_memory_noted(notes, f"{name}, context {context}"):
-                cache = filled_cache(model, spec.batch_size, context, room=calls)
-                tokens = itertools.cycle(ids_CB)
+        found = _one_model(spec, name, config, device, seed)
+        metrics += found.metrics
+        notes += found.notes
+    return Outcome(metrics, notes)
 
-                def cached(model=model, tokens=tokens, cache=cache):
-                    return model.step(next(tokens), cache)
 
-                if context > min(spec.contexts):
-                    timing = measure(cached, spec.warmup, spec.repeats, device)
-                    metrics.append(timing.duration("decode_ms", "ms/token", labels))
-                    continue
-                ids_BT = random_ids(config.vocab_size, (spec.batch_size, context), device, seed)
+def _one_model(
+    spec: DecodeBench, name: str, config: ModelConfig, device: torch.device, seed: int
+) -> Outcome:
+    """In a function of its own, so that two models are never in memory at once."""
+    metrics, notes = [], []
+    calls = spec.warmup + spec.repeats
+    model = random_model(config, device, spec.dtype, seed)
+    ids_CB = random_ids(config.vocab_size, (calls, spec.batch_size), device, seed)
+    for context in spec.contexts:
+        labels = {"model": name, "context": context, "batch": spec.batch_size}
+        ids_BT = random_ids(config.vocab_size, (spec.batch_size, context), device, seed)
+        with torch.no_grad(), out_of_memory_noted(notes, f"{name}, context {context}"):
+            cache = filled_cache(model, spec.batch_size, context, room=calls)
+            tokens = iter(ids_CB)
 
-                def whole(model=model, ids_BT=ids_BT):
-                    return model.logits(model(ids_BT).hidden[:, -1])
+            def cached(tokens=tokens, cache=cache):
+                return model.step(next(tokens), cache)
 
-                both = {True: cached, False: whole}
-                for has_cache, timing in interleave(
-                    both, spec.warmup, spec.repeats, device
-                ).items():
-                    metrics.append(
-                        timing.duration("decode_ms", "ms/token", labels | {"cache": has_cache})
-                    )
+            def whole(ids_BT=ids_BT):
+                return model.logits(model(ids_BT).hidden[:, -1])
+
+            shortest = context == min(spec.contexts)
+            ways = {True: cached} | ({False: whole} if shortest else {})
+            timings = interleave(ways, spec.warmup, spec.repeats, device)
+            for has_cache, timing in timings.items():
+                metrics.append(
+                    timing.duration("decode_ms", "ms/token", labels | {"cache": has_cache})
+                )
     return Outcome(metrics, notes)

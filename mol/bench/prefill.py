@@ -24,21 +24,30 @@ def run(spec: PrefillBench, device: torch.device, seed: int) -> Outcome:
     """
     metrics, notes = [], []
     for name, config in spec.models.items():
-        model = random_model(config, device, spec.dtype, seed)
-        for length in spec.lengths:
-            ids_BT = random_ids(config.vocab_size, (1, length), device, seed)
-            for path in paths_of(config, spec.paths):
-                labels = {"model": name, "length": length, "path": path}
+        found = _one_model(spec, name, config, device, seed)
+        metrics += found.metrics
+        notes += found.notes
+    return Outcome(metrics, notes)
 
-                by_path = stages_by(model, loop) if path == "loop" else nullcontext()
-                what = f"{name}, {path}, {length} tokens"
 
-                def prefill(model=model, ids_BT=ids_BT):
-                    return model.logits(model(ids_BT).hidden[:, -1])
+def _one_model(
+    spec: PrefillBench, name: str, config: ModelConfig, device: torch.device, seed: int
+) -> Outcome:
+    """In a function of its own, so that two models are never in memory at once."""
+    metrics, notes = [], []
+    model = random_model(config, device, spec.dtype, seed)
+    for length in spec.lengths:
+        ids_BT = random_ids(config.vocab_size, (1, length), device, seed)
 
-                with torch.no_grad(), out_of_memory_noted(notes, what), by_path:
-                    timing = measure(prefill, spec.warmup, spec.repeats, device)
-                    metrics.append(timing.rate("prefill_tokens_per_s", length, labels))
-                    metrics += peak_memory(prefill, device, labels)
-        del model, prefill  # two models at once would not fit where one just does
+        def prefill(ids_BT=ids_BT):
+            return model.logits(model(ids_BT).hidden[:, -1])
+
+        for path in paths_of(config, spec.paths):
+            labels = {"model": name, "length": length, "path": path}
+            by_path = stages_by(model, loop) if path == "loop" else nullcontext()
+            what = f"{name}, {path}, {length} tokens"
+            with torch.no_grad(), out_of_memory_noted(notes, what), by_path:
+                timing = measure(prefill, spec.warmup, spec.repeats, device)
+                metrics.append(timing.rate("prefill_tokens_per_s", length, labels))
+                metrics += peak_memory(prefill, device, labels)
     return Outcome(metrics, notes)
