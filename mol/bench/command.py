@@ -1,14 +1,13 @@
 """`mol bench`: one benchmark of the plan by its run, or a program with arguments of one's own."""
 
 import argparse
-import importlib
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from mol.base import UserError
-from mol.plan.build import find_run, plan
+from mol.plan.build import Planned, plan
+from mol.plan.select import RESULTS, add_scale_arguments, chosen_config, run_folder, selected_spec
 from mol.plan.spec import BenchSpec, TrainSpec
 from mol.store.record import Record, save_record
 
@@ -26,16 +25,14 @@ LENGTHS = {
 # A program without such an argument refuses the option, by its configuration.
 OPTIONS = ("device", "dtype", "warmup", "repeats", "batch_size", "compiled", "paths", "devices")
 
-CPU_NOTE = (
-    "timed on a CPU with the project's own PyTorch operations at small lengths; "
-    "the paper's figures are from GPUs"
-)
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("program", nargs="?", choices=PROGRAMS)
-    parser.add_argument("--run", metavar="RUN_ID", help="a benchmark of the plan, unchanged")
-    parser.add_argument("--scale", choices=("smoke", "proxy", "paper"), default="smoke")
+    parser.add_argument("--run", metavar="NAME", help="a benchmark of the plan, unchanged")
+    parser.add_argument("--spec", type=Path, metavar="FILE", help="specification as JSON")
+    add_scale_arguments(parser)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="default: results")
+    parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--models", nargs="+", metavar="CONDITION", help="only these of the plan's")
     parser.add_argument("--condition", help="the condition that train-step times")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"))
@@ -47,16 +44,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compiled", action="store_true", default=None, help="dispatch: compile")
     parser.add_argument("--paths", nargs="+", metavar="PATH", help="prefill: one_pass, loop")
     parser.add_argument("--devices", type=int, help="sharding: how many devices")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="parent folder of the record")
     parser.add_argument("--json", action="store_true", help="print the record")
 
 
 def run(args: argparse.Namespace) -> int:
-    if bool(args.program) == bool(args.run):
-        raise UserError("name either a program or --run RUN_ID, for example `mol bench prefill`")
-    spec = _planned(args) if args.run else _adjusted(args)
+    import torch
+
+    from mol.bench.run import execute
+
+    named = [way for way in ("program", "run", "spec") if getattr(args, way)]
+    if len(named) != 1:
+        raise UserError("name one program, or one of --run and --spec: `mol bench prefill`")
+    if args.threads is not None and args.threads < 1:
+        raise UserError(f"--threads {args.threads}: must be at least 1")
+    spec = _adjusted(args) if args.program else _planned(args)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     record = execute(spec)
-    folder = (args.out or Path("results/runs") / spec.scale) / spec.run_id
+    folder = run_folder(args.results, spec)
     save_record(folder, record)
     if args.json:
         print(record.model_dump_json(indent=1))
@@ -65,39 +70,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def execute(spec: BenchSpec) -> Record:
-    """Run a benchmark and describe it. Raises UserError if its device is absent."""
-    from mol.train.environment import hardware, pick_device, provenance
-
-    bench = spec.bench
-    device = pick_device(getattr(bench, "device", "cpu"))
-    program = importlib.import_module(f"mol.bench.{bench.program}")
-    started = datetime.now(UTC)
-    outcome = program.run(bench, device, spec.seed)
-    finished = datetime.now(UTC)
-    timed_on_cpu = device.type == "cpu" and hasattr(bench, "repeats")
-    return Record(
-        run_id=spec.run_id,
-        spec=spec,
-        status="complete",
-        started=started,
-        finished=finished,
-        wall_s=(finished - started).total_seconds(),
-        hardware=hardware(device),
-        provenance=provenance("bench"),
-        metrics=tuple(outcome.metrics),
-        notes=(*outcome.notes, CPU_NOTE) if timed_on_cpu else tuple(outcome.notes),
-    )
-
-
 def _planned(args: argparse.Namespace) -> BenchSpec:
-    spec = find_run(args.run, args.scale).spec
-    if not isinstance(spec, BenchSpec):
-        raise UserError(f"--run {args.run} is a {spec.kind} run; use `mol {spec.kind}`")
     given = [o for o in (*OPTIONS, "lengths", "models", "condition") if vars(args)[o] is not None]
     if given:
-        raise UserError(f"--run takes the plan's arguments; drop --{given[0].replace('_', '-')}")
-    return spec
+        option = given[0].replace("_", "-")
+        raise UserError(f"--run and --spec bring their own arguments; drop --{option}")
+    return selected_spec(args, "bench")
 
 
 def _adjusted(args: argparse.Namespace) -> BenchSpec:
@@ -108,7 +86,7 @@ def _adjusted(args: argparse.Namespace) -> BenchSpec:
     elif args.condition:
         raise UserError("--condition belongs to train-step; choose models with --models")
     else:
-        specs = (run.spec for run in plan(args.scale))
+        specs = (run.spec for run in _plan(args))
         base = next(s for s in specs if s.kind == "bench" and s.bench.program == program)
     arguments: dict[str, Any] = base.bench.model_dump()
     arguments |= {o: vars(args)[o] for o in OPTIONS if vars(args)[o] is not None}
@@ -121,6 +99,11 @@ def _adjusted(args: argparse.Namespace) -> BenchSpec:
             raise UserError(f"--models: {missing[0]!r} is none of {', '.join(known) or 'none'}")
         arguments["models"] = {slug: known[slug] for slug in args.models}
     return BenchSpec(scale=base.scale, condition=base.condition, bench=arguments, seed=base.seed)
+
+
+def _plan(args: argparse.Namespace) -> list[Planned]:
+    config = chosen_config(args)
+    return plan(config.scale, config)
 
 
 def _lengths(program: str, lengths: list[int]) -> dict[str, Any]:
@@ -137,7 +120,7 @@ def _train_step(args: argparse.Namespace) -> BenchSpec:
     """Shapes and precision of the condition's training run at this scale."""
     if not args.condition:
         raise UserError("train-step needs --condition, for example --condition deltanet-1p3of15")
-    runs = [run.spec for run in plan(args.scale) if isinstance(run.spec, TrainSpec)]
+    runs = [run.spec for run in _plan(args) if isinstance(run.spec, TrainSpec)]
     found = next((spec for spec in runs if spec.condition == args.condition), None)
     if found is None:
         raise UserError(f"--condition: the plan trains no {args.condition!r}; see `mol plan`")
@@ -148,7 +131,7 @@ def _train_step(args: argparse.Namespace) -> BenchSpec:
         "batch_size": found.optim.batch_size // found.optim.accumulate,
         "dtype": found.precision,
     }
-    return BenchSpec(scale=args.scale, condition="train-step", bench=bench)
+    return BenchSpec(scale=found.scale, condition="train-step", bench=bench)
 
 
 def _show(record: Record, folder: Path) -> None:

@@ -3,8 +3,8 @@ import json
 import pytest
 import torch
 
-from mol.bench import command
 from mol.bench.config import PrefillBench
+from mol.bench.run import CPU_NOTE
 from mol.cli import main
 from mol.plan.build import plan
 from mol.store.record import load_record
@@ -13,9 +13,9 @@ SHARDING = ["bench", "sharding", "--devices", "4"]
 
 
 def test_a_record_is_written_and_printed(tmp_path, capsys):
-    assert main([*SHARDING, "--json", "--out", str(tmp_path)]) == 0
+    assert main([*SHARDING, "--json", "--results", str(tmp_path)]) == 0
     printed = json.loads(capsys.readouterr().out)
-    (path,) = tmp_path.glob("*/record.json")
+    (path,) = tmp_path.glob("runs/smoke/*/record.json")
     record = load_record(path)
     assert printed["run_id"] == record.run_id == path.parent.name
     assert record.spec.bench.devices == 4
@@ -25,17 +25,24 @@ def test_a_record_is_written_and_printed(tmp_path, capsys):
 
 def test_a_planned_run_is_run_unchanged(tmp_path, capsys):
     planned = next(r for r in plan("smoke") if r.spec.condition == "sharding")
-    assert main(["bench", "--run", planned.run_id, "--out", str(tmp_path)]) == 0
-    assert load_record(tmp_path / planned.run_id / "record.json").spec == planned.spec
-    assert "params_reduction" in capsys.readouterr().out
+    spec_file = tmp_path / "spec.json"
+    spec_file.write_text(planned.spec.model_dump_json())
+    path = tmp_path / "runs/smoke" / planned.run_id / "record.json"
+    for words in (["--run", planned.run_id], ["--spec", str(spec_file), "--threads", "1"]):
+        assert main(["bench", *words, "--results", str(tmp_path)]) == 0
+        assert load_record(path).spec == planned.spec
+        assert "params_reduction" in capsys.readouterr().out
+        path.unlink()
 
 
 def test_a_timing_on_a_cpu_says_so(tmp_path):
     words = ["prefill", "--device", "cpu", "--lengths", "8", "--models", "dense-1p3b"]
-    assert main(["bench", *words, "--repeats", "1", "--warmup", "0", "--out", str(tmp_path)]) == 0
-    (path,) = tmp_path.glob("*/record.json")
+    assert (
+        main(["bench", *words, "--repeats", "1", "--warmup", "0", "--results", str(tmp_path)]) == 0
+    )
+    (path,) = tmp_path.glob("runs/smoke/*/record.json")
     record = load_record(path)
-    assert command.CPU_NOTE in record.notes
+    assert CPU_NOTE in record.notes
     assert isinstance(record.spec.bench, PrefillBench)
     assert list(record.spec.bench.models) == ["dense-1p3b"]
     assert [m.labels["length"] for m in record.metrics] == [8]
@@ -44,8 +51,10 @@ def test_a_timing_on_a_cpu_says_so(tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "RUN_ID"),
-        (["prefill", "--run", "x"], "RUN_ID"),
+        ([], "--run"),
+        (["prefill", "--run", "x"], "--run"),
+        (["--spec", "nonesuch.json"], "nonesuch.json"),
+        (["sharding", "--threads", "0"], "--threads"),
         (["--run", "no-such-run"], "no-such-run"),
         (["prefill", "--lengths", "0"], "lengths"),
         (["prefill", "--models", "nonesuch"], "nonesuch"),
@@ -57,11 +66,11 @@ def test_a_timing_on_a_cpu_says_so(tmp_path):
         (["train-step"], "--condition"),
         (["train-step", "--condition", "nonesuch"], "nonesuch"),
         (["--run", "sharding", "--device", "cpu"], "--device"),
-        (["--run", "ct-moe"], "mol train"),
+        (["--run", "ct-moe"], "ct-moe"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(words, says, capsys, tmp_path):
-    assert main(["bench", *words, "--out", str(tmp_path)]) == 2
+    assert main(["bench", *words, "--results", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and says in error
     assert not list(tmp_path.iterdir())
@@ -69,6 +78,6 @@ def test_bad_input_is_one_line_and_exit_2(words, says, capsys, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_an_absent_gpu_is_one_line_and_exit_2(capsys, tmp_path):
-    assert main(["bench", "prefill", "--device", "cuda", "--out", str(tmp_path)]) == 2
+    assert main(["bench", "prefill", "--device", "cuda", "--results", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "cpu" in error
