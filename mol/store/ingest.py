@@ -15,9 +15,10 @@ import pyarrow as pa
 from mol.base import canonical_json
 from mol.paper.derivations import check_paper, load_checks
 from mol.paper.reported import load_paper
-from mol.plan.experiments import load_experiments
+from mol.plan.experiments import Paper, load_experiments
 from mol.report.judge import verdict_rows
 from mol.report.readings import load_runs
+from mol.store.membership import experiments_of
 from mol.store.read import Found, Refusal, metric_rows, read_folders, run_row
 
 SCHEMA = Path(__file__).with_name("schema.sql")
@@ -30,18 +31,19 @@ def build(db_path: Path, runs_root: Path, records_root: Path, paper_folder: Path
     Returns what was refused, each also a row of table `refused` and a line on stderr. A run
     found twice is kept once: local runs come first, then shipped records, each by path.
     """
-    db_path = Path(db_path)
+    db_path, paper_folder = Path(db_path), Path(paper_folder)
     db_path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=db_path.parent, prefix=f".{db_path.name}.") as scratch:
         fresh = Path(scratch) / db_path.name
         with duckdb.connect(fresh) as database:
             database.execute("SET threads = 1")  # rows land in the order in which they are given
             database.execute(SCHEMA.read_text("utf-8"))
-            _insert_paper(database, Path(paper_folder))
-            refused = _insert_runs(database, Path(runs_root), Path(records_root))
+            _insert_paper(database, paper_folder)
+            refused = _insert_runs(
+                database, Path(runs_root), Path(records_root), load_experiments(paper_folder)
+            )
             insert(database, "refused", [vars(refusal) for refusal in refused])
-            _insert_run_experiments(database)
-            _insert_verdicts(database, Path(paper_folder))
+            _insert_verdicts(database, paper_folder)
             database.execute("CHECKPOINT")
         fresh.replace(db_path)
     for refusal in refused:
@@ -59,7 +61,7 @@ def insert(database: duckdb.DuckDBPyConnection, table: str, rows: list[dict]) ->
 
 
 def _insert_runs(
-    database: duckdb.DuckDBPyConnection, runs_root: Path, records_root: Path
+    database: duckdb.DuckDBPyConnection, runs_root: Path, records_root: Path, paper: Paper
 ) -> list[Refusal]:
     refused: list[Refusal] = []
     seen: dict[str, str] = {}
@@ -76,13 +78,24 @@ def _insert_runs(
                 seen[found.record.run_id] = found.source
                 waiting.append(found)
             if len(waiting) == BATCH:
-                refused += _insert_batch(database, waiting)
+                refused += _insert_batch(database, waiting, paper)
                 waiting = []
-    return refused + _insert_batch(database, waiting)
+    return refused + _insert_batch(database, waiting, paper)
 
 
-def _insert_batch(database: duckdb.DuckDBPyConnection, batch: list[Found]) -> list[Refusal]:
+def _insert_batch(
+    database: duckdb.DuckDBPyConnection, batch: list[Found], paper: Paper
+) -> list[Refusal]:
     insert(database, "runs", [run_row(found) for found in batch])
+    insert(
+        database,
+        "run_experiments",
+        [
+            {"run_id": found.record.run_id, "experiment": experiment}
+            for found in batch
+            for experiment in experiments_of(found.record.spec, paper)
+        ],
+    )
     insert(database, "metrics", [row for found in batch for row in metric_rows(found.record)])
     tables = [
         found.curve.add_column(0, "run_id", pa.array([found.record.run_id] * len(found.curve)))
@@ -180,17 +193,3 @@ def _cell_rows(folder: Path) -> Iterable[dict]:
         row = cell.model_dump(mode="json")
         seeds, labels = canonical_json(row["seeds"]), canonical_json(row["labels"])
         yield {**row, "position": position, "seeds": seeds, "labels": labels}
-
-
-def _insert_run_experiments(database: duckdb.DuckDBPyConnection) -> None:
-    """A run belongs to each experiment that lists its condition, with a seed that experiment
-    uses, or with one that the paper does not use at all (a reader's own)."""
-    database.execute("""
-        INSERT INTO run_experiments
-        SELECT DISTINCT run_id, experiment
-        FROM runs JOIN experiment_conditions USING (condition, kind)
-        WHERE kind = 'bench'
-           OR list_contains(seeds::BIGINT[], seed)
-           OR seed NOT IN (SELECT unnest(seeds::BIGINT[]) FROM experiment_conditions)
-        ORDER BY ALL
-    """)
