@@ -14,6 +14,8 @@ try:
 except UserError as error:
     raise WorkflowError(str(error))
 
+# Jobs share the cores between them: one thread each, whatever a math library would take.
+shell.prefix("export OMP_NUM_THREADS=1; ")
 MOL = f"{sys.executable} -m mol"
 SCALE = CONFIG.scale
 SPECS = {planned.run_id: planned.spec for planned in PLAN}
