@@ -90,6 +90,7 @@ class SoftmaxAttention(Stackable):
         self, x_NM: Tensor, plan: RoutePlan, rope: Rope, cache: KVCache | None = None
     ) -> Tensor:
         """Attention inside each segment at the rows' original positions; fills an empty cache."""
+        _check_room(cache, plan.length)
         q, k, v = self._heads(x_NM, plan)
         q, k = rope(q, plan.time_N, plan.length), rope(k, plan.time_N, plan.length)
         o_NHd = segment_attention(q, k, v, plan.cu_seqlens, plan.length)
@@ -112,11 +113,7 @@ class SoftmaxAttention(Stackable):
         self, x_NM: Tensor, plan: RoutePlan, rope: Rope, position: int, cache: KVCache
     ) -> Tensor:
         """One new row for each segment of `plan` (of length 1), all at `position`."""
-        if position >= cache.keys_SHLd.shape[2]:
-            raise ValueError(
-                f"position {position} is past the cache's {cache.keys_SHLd.shape[2]} positions; "
-                "create it with a larger max_len"
-            )
+        _check_room(cache, position + 1)
         q, k, v = self._heads(x_NM, plan)
         q, k = rope(q, position, position + 1), rope(k, position, position + 1)
         segment_N, seen = plan.segment_N, position + 1  # no segment holds more rows than this
@@ -134,3 +131,11 @@ class SoftmaxAttention(Stackable):
         cache.used_S[segment_N] += 1
         o_NH1d = F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask)
         return self._project(o_NH1d.reshape(x_NM.shape), plan, self.out, self.out_bias)
+
+
+def _check_room(cache: KVCache | None, length: int) -> None:
+    if cache is not None and length > cache.keys_SHLd.shape[2]:
+        raise ValueError(
+            f"{length} tokens do not fit in the cache's {cache.keys_SHLd.shape[2]} positions; "
+            "create it with a larger max_len"
+        )

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 
 from mol.base import UserError
 
@@ -23,9 +24,9 @@ def run(args: argparse.Namespace) -> int:
     checks = run_checks(args.device)
     if args.json:
         rows = [dataclasses.asdict(check) | {"passed": check.passed} for check in checks]
-        for row in rows:  # JSON has no NaN
-            if row["error"] is not None and row["error"] != row["error"]:
-                row["error"], row["detail"] = None, "NaN in the result"
+        for row in rows:  # JSON has neither NaN nor infinity
+            if row["error"] is not None and not math.isfinite(row["error"]):
+                row["error"], row["detail"] = None, "NaN or infinity in the result"
         print(json.dumps(rows, indent=2, allow_nan=False))
     else:
         for check in checks:

@@ -114,6 +114,16 @@ def test_rank_1_blocks(coverage, router, top_k):
     check(stage, 2, 7)
 
 
+@pytest.mark.parametrize("attention", ["softmax", "deltanet"])
+def test_one_routed_block(attention):
+    """3.3: K = 1 without a router; and a router with a single candidate."""
+    alone = dict(n_blocks=1, n_shared=0, top_k=1, router="none", coverage="full")
+    check(stage_of(attention=attention, **alone), 2, 7)
+    stage = stage_of(attention=attention, n_blocks=2, top_k=1)
+    check(stage, 2, 7)
+    assert stage(tokens(2, 7), ROPE)[1] == 0
+
+
 def test_blocks_without_tokens():
     stage = stage_of(attention="deltanet", n_blocks=9)
     with torch.no_grad():
@@ -217,8 +227,10 @@ def test_full_cache_is_refused():
     stage, x = stage_of(), tokens(1, 1)
     cache = stage.new_cache(1, 1)
     stage.step(x[:, 0], ROPE, 0, cache)
-    with pytest.raises(ValueError, match="larger max_len"):
+    with pytest.raises(ValueError, match="2 tokens do not fit .* larger max_len"):
         stage.step(x[:, 0], ROPE, 1, cache)
+    with pytest.raises(ValueError, match="3 tokens do not fit .* larger max_len"):
+        stage(tokens(1, 3), ROPE, stage.new_cache(1, 2))
 
 
 def thin_count(big_d, d, f, heads, deltanet):
