@@ -28,6 +28,8 @@ def caption(scale: str, runs: list[Row], missing: list[str], more: list[str]) ->
         hardware = "; ".join(sorted({hardware_of(run) for run in runs}))
         count = f"{len(runs)} run record{'s' if len(runs) != 1 else ''}"
         lines = [f"Ours: {MEANING[scale]}. Hardware: {hardware}. Source: {count}."]
+        texts = sorted({str(run["data"].get("source", "")) for run in runs} - {""})
+        lines += [f"Text: {'; '.join(texts)}."] if texts else []
     else:
         lines = [f"Ours: no run record at {scale} scale."]
     if missing and runs:

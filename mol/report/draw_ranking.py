@@ -110,7 +110,7 @@ def _measured(values: list[float]) -> _Point | None:
 
 def _draw(axes: Axes, names: list[str], points: list[_Point | None], color: str, empty: str):
     axes.grid(False)
-    axes.set(ylim=(len(names) - 0.5, -0.5), yticks=range(len(names)), xlabel="perplexity")
+    axes.set(ylim=(max(len(names), 1) - 0.5, -0.5), yticks=range(len(names)), xlabel="perplexity")
     axes.set_yticklabels(names, color=INK)
     axes.tick_params(axis="y", length=0)
     known = [point for point in points if point]

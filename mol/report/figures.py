@@ -8,13 +8,19 @@ from typing import Literal
 import matplotlib
 import pydantic
 
-from mol.base import Frozen, UserError, one_line, read_toml
+from mol.base import Frozen, one_line, read_toml
 from mol.plan.experiments import PAPER
 from mol.report.draw_bench import draw_bench
 from mol.report.draw_curves import draw_curves
 from mol.report.draw_ranking import draw_ranking
 from mol.report.sheet import RC, Drawing
 from mol.report.source import SCALES, Source
+
+_NEEDS = {
+    "curves": ("column", "series", "final_step"),
+    "ranking": ("column",),
+    "bench": ("series", "metric", "x", "by"),
+}
 
 
 class Fact(Frozen):
@@ -55,12 +61,18 @@ class FigureSpec(Frozen):
     where: dict[str, str | int | float | bool] = {}
     ratio: tuple[str, str] | None = None  # series over series, written above the points
 
+    @pydantic.model_validator(mode="after")
+    def _check(self):
+        for key in _NEEDS[self.kind]:
+            if not getattr(self, key):
+                raise ValueError(f"figure {self.id!r} is of kind {self.kind}: add {key}")
+        return self
 
-_NEEDS = {
-    "curves": ("column", "series", "final_step"),
-    "ranking": ("column",),
-    "bench": ("series", "metric", "x", "by"),
-}
+
+class FigureList(Frozen):
+    figures: tuple[FigureSpec, ...] = ()
+
+
 _DRAW: dict[str, Callable[[FigureSpec, Source, str], Drawing]] = {
     "curves": draw_curves,
     "ranking": draw_ranking,
@@ -89,14 +101,9 @@ def load_figures(folder: Path = PAPER) -> list[FigureSpec]:
     if not path.is_file():
         return []
     try:
-        specs = [FigureSpec.model_validate(entry) for entry in read_toml(path).get("figures", [])]
+        return list(FigureList.model_validate(read_toml(path)).figures)
     except pydantic.ValidationError as error:
         raise one_line(error, str(path)) from None
-    for spec in specs:
-        for key in _NEEDS[spec.kind]:
-            if not getattr(spec, key):
-                raise UserError(f"{path}: figure {spec.id!r} is of kind {spec.kind}: add {key}")
-    return specs
 
 
 def write_figures(source: Source, out: Path, folder: Path = PAPER) -> list[Figure]:

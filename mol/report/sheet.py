@@ -29,6 +29,7 @@ RC = {
     "font.size": 8.5,
     "svg.fonttype": "none",  # text stays text: selectable, searchable, read aloud
     "svg.hashsalt": "mol",  # element ids do not change from build to build
+    "text.parse_math": False,  # a dollar sign in a record is a dollar sign
     "text.color": INK,
     "axes.labelcolor": INK,
     "axes.edgecolor": MUTED,
