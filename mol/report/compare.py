@@ -1,13 +1,13 @@
 """From a printed cell to what our runs of one scale give for it."""
 
 import math
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 from mol.base import UserError
-from mol.paper.cell import Cell
-from mol.report.readings import HIGHER_IS_BETTER, Reading, Runs, best, matches, read
+from mol.paper.cell import Cell, Label
+from mol.report.crossover import first_that_stays, lengths_apart, steps_apart
+from mol.report.readings import Query, Reading, Runs, read
 from mol.report.verdicts import Figure, Sample
 
 
@@ -45,12 +45,13 @@ def reproduce(runs: Runs, scale: str, cell: Cell) -> Reproduced | None:
         return None
     if cell.op == "crossover":
         return _crossover(runs, scale, cell)
-    ours, other_path = read(runs, scale, cell, cell.condition, cell.labels)
+    ours, other_path = read(runs, scale, _query(cell, cell.condition, cell.labels))
     if not ours:
         return None
     if cell.op:
         condition = cell.condition if cell.versus_labels else cell.versus
-        theirs, other = read(runs, scale, cell, condition, cell.versus_labels or cell.labels)
+        other_side = _query(cell, condition, cell.versus_labels or cell.labels)
+        theirs, other = read(runs, scale, other_side)
         if not theirs:
             return None
         figure, notes = _compared(cell, ours, theirs)
@@ -66,6 +67,13 @@ def reproduce(runs: Runs, scale: str, cell: Cell) -> Reproduced | None:
         level=cell.per_metric_unit * _mean([reading.value for reading in readings]),
         other_path=other_path,
     )
+
+
+def _query(cell: Cell, condition: str, labels: dict[str, Label]) -> Query:
+    return Query(
+        name=cell.cell_id, metric=cell.metric, condition=condition, labels=labels,
+        seeds=cell.seeds, hardware=cell.hardware,
+    )  # fmt: skip
 
 
 def _single(cell: Cell, ours: dict[int, Reading]) -> Figure:
@@ -130,75 +138,33 @@ def _relative_range(reading: Reading) -> float:
     return half / abs(reading.value) if half else 0.0
 
 
-def first_that_stays(points: list[tuple[float, float]]) -> tuple[float, float] | None:
-    """(last place before, first place) from which the second value stays below 0, or None.
-
-    With no place before, both are the first.
-    """
-    crossed = None
-    for place, value in points:
-        if value >= 0:
-            crossed = None
-        elif crossed is None:
-            crossed = place
-    if crossed is None:
-        return None
-    before = [place for place, _ in points if place < crossed]
-    return (before[-1] if before else crossed), crossed
-
-
 def _crossover(runs: Runs, scale: str, cell: Cell) -> Reproduced | None:
     """The step, or the length, from which the cell's condition stays better than the other.
 
     The true place lies between the last point before and the first after: the middle is the
     figure and half the gap a bound on its error.
     """
-    sides = _bench_sides(runs, scale, cell) if cell.versus_labels else _curves(runs, scale, cell)
-    if sides is None:
+    if cell.versus_labels:
+        sides = [
+            _query(cell, cell.condition, labels) for labels in (cell.labels, cell.versus_labels)
+        ]
+        found = lengths_apart(runs, scale, *sides)
+    else:
+        sides = [
+            _query(cell, condition, cell.labels) for condition in (cell.condition, cell.versus)
+        ]
+        found = steps_apart(runs, scale, *sides)
+    if found is None:
         return None
-    points, used, unit, scale_to = sides
-    place = first_that_stays(points)
+    unit = "nat/token" if not cell.versus_labels else "ratio"
+    place = first_that_stays(found.points)
     if place is None:
-        return Reproduced(
-            figure=None, unit=unit, runs=used, notes=("never stays better at this scale",)
-        )  # fmt: skip
-    before, after = (scale_to * end for end in place)
+        notes = ("never stays better at this scale",)
+        return Reproduced(figure=None, unit=unit, runs=found.runs, notes=notes)
+    to_cell = 100 / found.runs[0]["steps"] if cell.unit == "%" else 1.0
+    before, after = (to_cell * end for end in place)
+    notes = ("better from the first place measured on",) if before == after else ()
     figure = Figure(
-        value=(before + after) / 2, samples=(Sample(values=(), borrow=1.0),),
-        bound=(after - before) / 2,
-    )  # fmt: skip
-    return Reproduced(figure=figure, unit=unit, runs=used)
-
-
-def _curves(runs: Runs, scale: str, cell: Cell):
-    curves = []
-    for condition in (cell.condition, cell.versus):
-        readings, _ = read(runs, scale, cell, condition, cell.labels)
-        run = next((r.run for r in readings.values() if r.run["run_id"] in runs.curves), None)
-        if run is None:
-            return None
-        curves.append((run, dict(runs.curves[run["run_id"]])))
-    (run, mine), (other, theirs) = curves
-    points = [(step, mine[step] - theirs[step]) for step in sorted(mine.keys() & theirs.keys())]
-    share = 100 / run["steps"] if cell.unit == "%" else 1.0
-    return points, (run, other), "nat/token", share
-
-
-def _bench_sides(runs: Runs, scale: str, cell: Cell):
-    found = runs.readings.get((scale, cell.condition, cell.metric), [])
-    by_length = []
-    for labels in (cell.labels, cell.versus_labels):
-        side: dict[int, list[Reading]] = defaultdict(list)
-        for reading in found:
-            if matches(reading, labels) and "length" in reading.labels:
-                side[int(reading.labels["length"])].append(reading)
-        by_length.append({length: best(readings) for length, readings in side.items()})
-    mine, theirs = by_length
-    shared = sorted(mine.keys() & theirs.keys())
-    if not shared:
-        return None
-    unit = mine[shared[0]].unit
-    sign = -1 if unit in HIGHER_IS_BETTER else 1
-    points = [(length, sign * (mine[length].value - theirs[length].value)) for length in shared]
-    used = {r.run["run_id"]: r.run for length in shared for r in (mine[length], theirs[length])}
-    return points, tuple(used.values()), unit, 1.0
+        value=(before + after) / 2, samples=(Sample(values=()),), bound=(after - before) / 2
+    )
+    return Reproduced(figure=figure, unit=unit, runs=found.runs, notes=notes)

@@ -142,6 +142,8 @@ def _paper_scale(
     if any(run["source"] != "hub" for run in found.runs if run["kind"] != "bench"):
         # A local file may be the corpus, but nothing shows it.
         return "not judgeable here", {"note": "ours did not train on the corpus from the hub"}
+    if cell.number.bound:
+        return "not judgeable here", {"note": "printed as a bound, not as a number"}
     if found.figure is None:
         return "not reproduced", {}
     judgement = judge(

@@ -8,7 +8,7 @@ from typing import Any
 import duckdb
 
 from mol.base import UserError
-from mol.paper.cell import Cell, Label
+from mol.paper.cell import Label
 from mol.report.verdicts import Protocol
 
 PROTOCOL = ("tokenizer", "pad", "layout", "context", "stride", "split")
@@ -127,48 +127,64 @@ def _by_path(readings: list[Reading], wanted: Label | None) -> tuple[list[Readin
     return (exact, False) if exact else (readings, True)
 
 
-def read(
-    runs: Runs, scale: str, cell: Cell, condition: str, labels: dict[str, Label]
-) -> tuple[dict[int, Reading], bool]:
-    """Seed -> the reading of one side of a cell, and whether its dispatch path is another.
+@dataclass(frozen=True, kw_only=True)
+class Query:
+    """One side of a cell or of a claim. `name` is whose, for messages; no seeds: all there are."""
 
-    Where one seed ran twice, runs on the cell's hardware come first, then the latest. Among
+    name: str
+    metric: str
+    condition: str
+    labels: dict[str, Label]
+    seeds: tuple[int, ...] = ()
+    hardware: str = ""  # preferred where one seed ran on several machines
+
+
+def read(runs: Runs, scale: str, query: Query) -> tuple[dict[int, Reading], bool]:
+    """Seed -> its reading, and whether the dispatch path is another than the paper's.
+
+    Where one seed ran twice, runs on the named hardware come first, then the latest. Among
     dispatch paths the fastest counts, as in Table 7's caption. Raises UserError when the labels
-    do not single out one figure.
+    do not single out one figure, and for unlike perplexities.
     """
     found = [
         reading
-        for reading in runs.readings.get((scale, condition, cell.metric), [])
-        if matches(reading, labels)
-        and (reading.run["kind"] == "bench" or not cell.seeds or reading.run["seed"] in cell.seeds)
+        for reading in runs.readings.get((scale, query.condition, query.metric), [])
+        if matches(reading, query.labels)
+        and (
+            not query.seeds or reading.run["kind"] == "bench" or reading.run["seed"] in query.seeds
+        )
     ]
-    found, other_path = _by_path(found, labels.get("path"))
+    found, other_path = _by_path(found, query.labels.get("path"))
     by_seed: dict[int, list[Reading]] = defaultdict(list)
     for reading in found:
         by_seed[reading.run["seed"]].append(reading)
-    chosen = {}
-    for seed, options in sorted(by_seed.items()):
-        run = max(
-            (reading.run for reading in options),
-            key=lambda run: (
-                bool(cell.hardware) and same_hardware(cell.hardware, run),
-                run["finished"],
-                run["run_id"],
-            ),
-        )
-        options = [reading for reading in options if reading.run is run]
-        unlike = {json.dumps({k: v for k, v in o.labels.items() if k != "path"}) for o in options}
-        protocols = {tuple(option.protocol.values()) for option in options}
-        if len(unlike) > 1 or len(protocols) > 1:
-            raise UserError(
-                f"{cell.cell_id}: {len(options)} figures of {run['run_id']} match "
-                f"{cell.metric} {labels}; name more labels in reported.csv"
-            )
-        chosen[seed] = best(options)
-    first = next(iter(chosen.values()), None)
+    chosen = {seed: _single(options, query) for seed, options in sorted(by_seed.items())}
     for reading in chosen.values():
-        first.alike().check_alike(reading.alike(), f"{cell.cell_id} ({condition})")
+        next(iter(chosen.values())).alike().check_alike(reading.alike(), query.name)
     return chosen, other_path
+
+
+def _has_seed(run: dict[str, Any], seeds: tuple[int, ...]) -> bool:
+    return not seeds or run["kind"] == "bench" or run["seed"] in seeds
+
+
+def _single(options: list[Reading], query: Query) -> Reading:
+    """The one reading of a seed."""
+
+    def rank(run: dict[str, Any]) -> tuple:
+        named = bool(query.hardware) and same_hardware(query.hardware, run)
+        return named, run["finished"], run["run_id"]
+
+    run = max((reading.run for reading in options), key=rank)
+    options = [reading for reading in options if reading.run is run]
+    labels = {json.dumps({k: v for k, v in o.labels.items() if k != "path"}) for o in options}
+    protocols = {tuple(option.protocol.values()) for option in options}
+    if len(labels) > 1 or len(protocols) > 1:
+        raise UserError(
+            f"{query.name}: {len(options)} figures of {run['run_id']} match {query.metric} "
+            f"{query.labels}; name more labels in the paper's data"
+        )
+    return best(options)
 
 
 def best(readings: list[Reading]) -> Reading:

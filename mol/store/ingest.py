@@ -6,19 +6,14 @@ killed build leaves nothing behind but a temporary file.
 
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
 
-from mol.base import canonical_json
-from mol.paper.derivations import check_paper, load_checks
-from mol.paper.reported import load_paper
 from mol.plan.experiments import Paper, load_experiments
-from mol.report.judge import verdict_rows
-from mol.report.readings import load_runs
 from mol.store.membership import experiments_of
+from mol.store.paper import insert, insert_paper, insert_verdicts
 from mol.store.read import Found, Refusal, metric_rows, read_folders, run_row
 
 SCHEMA = Path(__file__).with_name("schema.sql")
@@ -38,26 +33,17 @@ def build(db_path: Path, runs_root: Path, records_root: Path, paper_folder: Path
         with duckdb.connect(fresh) as database:
             database.execute("SET threads = 1")  # rows land in the order in which they are given
             database.execute(SCHEMA.read_text("utf-8"))
-            _insert_paper(database, paper_folder)
+            insert_paper(database, paper_folder)
             refused = _insert_runs(
                 database, Path(runs_root), Path(records_root), load_experiments(paper_folder)
             )
             insert(database, "refused", [vars(refusal) for refusal in refused])
-            _insert_verdicts(database, paper_folder)
+            insert_verdicts(database, paper_folder)
             database.execute("CHECKPOINT")
         fresh.replace(db_path)
     for refusal in refused:
         print(f"mol store: refused {refusal.file}: {refusal.reason}", file=sys.stderr)
     return refused
-
-
-def insert(database: duckdb.DuckDBPyConnection, table: str, rows: list[dict]) -> None:
-    """Append `rows`, keyed by column, to `table`."""
-    if rows:
-        # Rows may lack columns; arrow would take those of the first row for all.
-        columns = dict.fromkeys(key for row in rows for key in row)
-        batch = pa.table({key: [row.get(key) for row in rows] for key in columns})  # noqa: F841, found by name in the query
-        database.execute(f'INSERT INTO "{table}" BY NAME SELECT * FROM batch')
 
 
 def _insert_runs(
@@ -120,76 +106,3 @@ def _insert_batch(
         for found in batch
         if found.record.run_id in names
     ]
-
-
-def _insert_paper(database: duckdb.DuckDBPyConnection, folder: Path) -> None:
-    runs = load_experiments(folder)
-    insert(
-        database,
-        "conditions",
-        [
-            {
-                "condition": slug,
-                "label": condition.label,
-                "recipe": condition.recipe,
-                "corpus": runs.recipes[condition.recipe].corpus,
-                "model": canonical_json(runs.model(slug)),
-            }
-            for slug, condition in runs.conditions.items()
-        ],
-    )
-    insert(
-        database,
-        "experiments",
-        [
-            {"experiment": name, **experiment.model_dump(include={"title", "paper", "note"})}
-            for name, experiment in runs.experiments.items()
-        ],
-    )
-    insert(
-        database,
-        "experiment_conditions",
-        [
-            {
-                "experiment": name,
-                "condition": slug,
-                "kind": kind,
-                "seeds": canonical_json(
-                    runs.seeds if slug in experiment.three_seeds else runs.seeds[:1]
-                ),
-            }
-            for name, experiment in runs.experiments.items()
-            for kind, slugs in (
-                ("train", experiment.conditions),
-                ("zeroshot", experiment.conditions if experiment.zero_shot else ()),
-                ("bench", experiment.benches),
-            )
-            for slug in slugs
-        ],
-    )
-    insert(database, "cells", list(_cell_rows(folder)))
-    if (folder / "derivations.toml").is_file():
-        insert(database, "checks", list(_check_rows(folder)))
-
-
-def _check_rows(folder: Path) -> Iterable[dict]:
-    judged = check_paper(load_paper(folder))
-    for check, row in zip(load_checks(folder), judged, strict=True):
-        yield {
-            **row.model_dump(mode="json", exclude={"id", "inputs"}),
-            "check_id": row.id,
-            "cell_id": check.of or None,
-            "inputs": canonical_json([source.model_dump() for source in row.inputs]),
-        }
-
-
-def _insert_verdicts(database: duckdb.DuckDBPyConnection, folder: Path) -> None:
-    rows = verdict_rows(load_paper(folder).cells, load_runs(database), load_experiments(folder))
-    insert(database, "verdicts", list(rows))
-
-
-def _cell_rows(folder: Path) -> Iterable[dict]:
-    for position, cell in enumerate(load_paper(folder).cells):
-        row = cell.model_dump(mode="json")
-        seeds, labels = canonical_json(row["seeds"]), canonical_json(row["labels"])
-        yield {**row, "position": position, "seeds": seeds, "labels": labels}

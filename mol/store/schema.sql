@@ -139,3 +139,25 @@ CREATE TABLE checks (
     high DOUBLE,
     reading VARCHAR NOT NULL
 );
+
+-- The paper's claims at each scale that has runs for them; scales never mix.
+CREATE TABLE claim_results (
+    claim_id VARCHAR NOT NULL,
+    scale VARCHAR NOT NULL,
+    experiment VARCHAR NOT NULL,
+    place VARCHAR NOT NULL,
+    text VARCHAR NOT NULL,
+    type VARCHAR NOT NULL,
+    expected VARCHAR NOT NULL,
+    cell_id VARCHAR,                  -- the printed effect, where one is printed
+    outcome VARCHAR NOT NULL,         -- holds | does not hold | undecided | not run
+    effect DOUBLE,
+    low DOUBLE,                       -- 95 % interval; NULL: unbounded
+    high DOUBLE,
+    unit VARCHAR,                     -- nat | log ratio | fraction | % of steps | ...
+    n BIGINT NOT NULL,                -- seeds, or pairs of seeds
+    hardware VARCHAR,
+    runs JSON,
+    note VARCHAR,
+    PRIMARY KEY (claim_id, scale)
+);

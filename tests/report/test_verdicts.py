@@ -20,7 +20,7 @@ from mol.base import UserError
 from mol.data.config import WheelSource
 from mol.paper.cell import Cell
 from mol.plan.build import plan
-from mol.report.compare import first_that_stays
+from mol.report.crossover import first_that_stays
 from mol.report.readings import same_hardware
 from mol.report.verdicts import Borrowed, Figure, Printed, Protocol, Sample, judge
 from mol.store.ingest import build

@@ -233,12 +233,12 @@ def test_no_database_and_a_foreign_file_say_the_way_out(tmp_path, capsys):
         assert len(err.splitlines()) == 1 and "mol store build" in err
 
 
-def test_a_thousand_runs_load_in_seconds(tmp_path, paper):
+def test_three_hundred_runs_load_in_seconds(tmp_path, paper):
     spec = plan("smoke", folder=paper)[0].spec
     runs = tmp_path / "runs"
-    for seed in range(1000):
+    for seed in range(300):
         copy = spec.model_copy(update={"seed": 10_000 + seed})
         write_train(runs, copy, 3.0)
     start = time.monotonic()
     assert build(tmp_path / "mol.duckdb", runs, tmp_path / "records", paper) == []
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 20

@@ -1,0 +1,114 @@
+"""The paper's own tables of the database, and what the runs say about its cells and claims."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import duckdb
+import pyarrow as pa
+
+from mol.base import canonical_json
+from mol.paper.claims import load_claims
+from mol.paper.derivations import check_paper, load_checks
+from mol.paper.reported import load_paper
+from mol.plan.experiments import load_experiments
+from mol.report.claims import claim_rows
+from mol.report.judge import verdict_rows
+from mol.report.readings import load_runs
+
+
+def insert(database: duckdb.DuckDBPyConnection, table: str, rows: list[dict]) -> None:
+    """Append `rows`, keyed by column, to `table`."""
+    if rows:
+        # Rows may lack columns; arrow would take those of the first row for all.
+        columns = dict.fromkeys(key for row in rows for key in row)
+        batch = pa.table({key: [row.get(key) for row in rows] for key in columns})  # noqa: F841, found by name in the query
+        database.execute(f'INSERT INTO "{table}" BY NAME SELECT * FROM batch')
+
+
+def insert_paper(database: duckdb.DuckDBPyConnection, folder: Path) -> None:
+    """Fill the tables that come from the paper's folder alone."""
+    runs = load_experiments(folder)
+    insert(
+        database,
+        "conditions",
+        [
+            {
+                "condition": slug,
+                "label": condition.label,
+                "recipe": condition.recipe,
+                "corpus": runs.recipes[condition.recipe].corpus,
+                "model": canonical_json(runs.model(slug)),
+            }
+            for slug, condition in runs.conditions.items()
+        ],
+    )
+    insert(
+        database,
+        "experiments",
+        [
+            {"experiment": name, **experiment.model_dump(include={"title", "paper", "note"})}
+            for name, experiment in runs.experiments.items()
+        ],
+    )
+    insert(
+        database,
+        "experiment_conditions",
+        [
+            {
+                "experiment": name,
+                "condition": slug,
+                "kind": kind,
+                "seeds": canonical_json(
+                    runs.seeds if slug in experiment.three_seeds else runs.seeds[:1]
+                ),
+            }
+            for name, experiment in runs.experiments.items()
+            for kind, slugs in (
+                ("train", experiment.conditions),
+                ("zeroshot", experiment.conditions if experiment.zero_shot else ()),
+                ("bench", experiment.benches),
+            )
+            for slug in slugs
+        ],
+    )
+    insert(database, "cells", list(_cell_rows(folder)))
+    if (folder / "derivations.toml").is_file():
+        insert(database, "checks", list(_check_rows(folder)))
+
+
+def _check_rows(folder: Path) -> Iterable[dict]:
+    judged = check_paper(load_paper(folder))
+    for check, row in zip(load_checks(folder), judged, strict=True):
+        yield {
+            **row.model_dump(mode="json", exclude={"id", "inputs"}),
+            "check_id": row.id,
+            "cell_id": check.of or None,
+            "inputs": canonical_json([source.model_dump() for source in row.inputs]),
+        }
+
+
+def insert_verdicts(database: duckdb.DuckDBPyConnection, folder: Path) -> None:
+    """Judge the paper's cells and claims by the runs that are in the database already."""
+    paper, plan, runs = load_paper(folder), load_experiments(folder), load_runs(database)
+    insert(database, "verdicts", list(verdict_rows(paper.cells, runs, plan)))
+    if (folder / "claims.toml").is_file():
+        corpus_of = {slug: plan.recipes[c.recipe].corpus for slug, c in plan.conditions.items()}
+        insert(database, "claim_results", list(claim_rows(load_claims(paper), runs, corpus_of)))
+
+
+def _cell_rows(folder: Path) -> Iterable[dict]:
+    for position, cell in enumerate(load_paper(folder).cells):
+        row = cell.model_dump(mode="json")
+        seeds, labels = canonical_json(row["seeds"]), canonical_json(row["labels"])
+        yield {**row, "position": position, "seeds": seeds, "labels": labels}
+
+
+def _check_rows(folder: Path) -> Iterable[dict]:
+    judged = check_paper(load_paper(folder))
+    for check, row in zip(load_checks(folder), judged, strict=True):
+        yield {
+            **row.model_dump(mode="json", exclude={"id", "inputs"}),
+            "check_id": row.id,
+            "cell_id": check.of or None,
+            "inputs": canonical_json([source.model_dump() for source in row.inputs]),
+        }
