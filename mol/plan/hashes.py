@@ -26,7 +26,25 @@ GROUPS: dict[Group, tuple[str, ...]] = {  # "!" takes files out again
         "!mol/evaluate/windows.py",
     ),
     "bench": (*_MODEL, "mol/bench/*.py"),
-    "store": ("mol/base.py", "mol/store/**/*", "mol/paper/**/*", "mol/report/verdicts.py"),
+    # The database holds the verdicts, so what judges belongs to it.
+    "store": (
+        "mol/base.py",
+        "mol/store/**/*",
+        "mol/paper/**/*",
+        *(
+            f"mol/report/{name}.py"
+            for name in (
+                "claims",
+                "compare",
+                "cost",
+                "counted",
+                "crossover",
+                "judge",
+                "readings",
+                "verdicts",
+            )
+        ),
+    ),
     "report": ("mol/report/**/*", "mol/paper/**/*"),
 }
 
