@@ -8,7 +8,7 @@ from mol.base import UserError
 from mol.paper.cell import Cell, Label
 from mol.report.crossover import first_that_stays, lengths_apart, steps_apart
 from mol.report.readings import Query, Reading, Runs, read
-from mol.report.verdicts import Figure, Sample
+from mol.report.verdicts import Figure, Protocol, Sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class Reproduced:
     """What our runs of one scale give for a cell, in the cell's unit."""
 
     figure: Figure | None  # None: a crossover that never happens
-    unit: str  # of the metric behind it
+    protocol: Protocol | None  # of a perplexity
     runs: tuple[dict[str, Any], ...]
     notes: tuple[str, ...] = ()
     level: float = 0.0  # of the metric, in cell units, where two conditions are compared
@@ -61,7 +61,7 @@ def reproduce(runs: Runs, scale: str, cell: Cell) -> Reproduced | None:
         figure, notes, readings = _single(cell, ours), (), list(ours.values())
     return Reproduced(
         figure=figure,
-        unit=readings[0].unit,
+        protocol=readings[0].alike(),
         runs=tuple({reading.run["run_id"]: reading.run for reading in readings}.values()),
         notes=_missing_seeds(cell, ours) + notes,
         level=cell.per_metric_unit * _mean([reading.value for reading in readings]),
@@ -156,15 +156,14 @@ def _crossover(runs: Runs, scale: str, cell: Cell) -> Reproduced | None:
         found = steps_apart(runs, scale, *sides)
     if found is None:
         return None
-    unit = "nat/token" if not cell.versus_labels else "ratio"
     place = first_that_stays(found.points)
     if place is None:
         notes = ("never stays better at this scale",)
-        return Reproduced(figure=None, unit=unit, runs=found.runs, notes=notes)
+        return Reproduced(figure=None, protocol=None, runs=found.runs, notes=notes)
     to_cell = 100 / found.runs[0]["steps"] if cell.unit == "%" else 1.0
     before, after = (to_cell * end for end in place)
     notes = ("better from the first place measured on",) if before == after else ()
     figure = Figure(
         value=(before + after) / 2, samples=(Sample(values=()),), bound=(after - before) / 2
     )
-    return Reproduced(figure=figure, unit=unit, runs=found.runs, notes=notes)
+    return Reproduced(figure=figure, protocol=None, runs=found.runs, notes=notes)

@@ -15,7 +15,7 @@ from mol.report.compare import Reproduced, is_log, reproduce
 from mol.report.cost import gpu_hours
 from mol.report.counted import counted_row
 from mol.report.readings import Runs, same_hardware
-from mol.report.verdicts import Borrowed, Printed, judge, to_difference
+from mol.report.verdicts import Borrowed, Printed, Protocol, judge, to_difference
 
 TIMED_UNITS = {"token/s", "step/s", "ms", "ms/token", "s"}
 NO_NAME = ("", "GPU", "CPU")  # hardware that the paper does not name
@@ -32,16 +32,27 @@ def is_machine_bound(cell: Cell) -> bool:
 
 
 class Context:
-    """What judging one cell needs to know about the others. `corpus_of`: condition -> corpus."""
+    """What judging one cell needs to know about the others, and about its own condition."""
 
-    def __init__(self, cells: tuple[Cell, ...], corpus_of: dict[str, str]):
+    def __init__(self, cells: tuple[Cell, ...], plan: Paper):
         self.cells = cells
-        self.corpus_of = corpus_of
+        recipes = {slug: plan.recipes[c.recipe] for slug, c in plan.conditions.items()}
+        self.corpus_of = {slug: recipe.corpus for slug, recipe in recipes.items()}
+        self._tokenizer_of = {slug: recipe.tokenizer for slug, recipe in recipes.items()}
         self._spreads: dict[str, float] = {}  # condition -> relative seed spread, as printed
         for cell in cells:
             if METRICS.get(cell.metric) == "ppl/token" and not cell.op and (cell.n_seeds or 1) > 1:
                 if cell.deviation:
                     self._spreads[cell.condition] = cell.deviation.value / cell.number.value
+
+    def protocol(self, cell: Cell) -> Protocol:
+        """What the paper says of how a perplexity was computed."""
+        return Protocol(
+            unit=METRICS[cell.metric],
+            split=cell.labels.get("split"),
+            tokenizer=self._tokenizer_of.get(cell.condition),
+            pad=cell.labels.get("pad"),
+        )
 
     def printed(self, cell: Cell) -> Printed:
         """The printed number as the rule takes it; a range such as 64K-128K rounds by its half."""
@@ -142,6 +153,8 @@ def _paper_scale(
     if any(run["source"] != "hub" for run in found.runs if run["kind"] != "bench"):
         # A local file may be the corpus, but nothing shows it.
         return "not judgeable here", {"note": "ours did not train on the corpus from the hub"}
+    if found.protocol and found.protocol.tokenizer:
+        context.protocol(cell).check_alike(found.protocol, cell.cell_id)
     if cell.number.bound:
         return "not judgeable here", {"note": "printed as a bound, not as a number"}
     if found.figure is None:
@@ -196,8 +209,7 @@ def verdict_rows(
 ) -> Iterator[dict[str, Any]]:
     """Rows of table `verdicts`: one a measured cell at the paper's scale, and one for each other
     scale, and each other kind of cell, that has a figure."""
-    corpus_of = {slug: plan.recipes[c.recipe].corpus for slug, c in plan.conditions.items()}
-    context = Context(cells, corpus_of)
+    context = Context(cells, plan)
     for cell in cells:
         counted = counted_row(cell, plan)
         if counted:
