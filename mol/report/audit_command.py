@@ -66,15 +66,21 @@ def run(args: argparse.Namespace) -> int:
     with connect(args.db) as database:
         views = load_views(database)
         refused = database.execute("SELECT count(*) FROM refused").fetchone()[0]
+        claims = database.execute(
+            "SELECT scale, outcome, count(*) FROM claim_results WHERE outcome <> 'not run' "
+            "GROUP BY ALL ORDER BY ALL"
+        ).fetchall()
     chosen = _chosen(views, args)
     if args.json:
         print(json.dumps([row_of(view, args.scale) for view in chosen], indent=1))
     else:
-        _print(chosen, args.scale, refused)
+        _print(chosen, args.scale, refused, claims)
     return 0
 
 
-def _print(views: list[View], scale: str | None, refused: int) -> None:
+def _print(
+    views: list[View], scale: str | None, refused: int, claims: list[tuple[str, str, int]]
+) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -90,6 +96,9 @@ def _print(views: list[View], scale: str | None, refused: int) -> None:
         if counts:
             parts = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
             console.print(Text(f"{title}: {parts}"))
+    for name in dict.fromkeys(scale for scale, _, _ in claims):
+        parts = ", ".join(f"{count} {outcome}" for at, outcome, count in claims if at == name)
+        console.print(Text(f"Claims at scale {name}: {parts}"))
     if refused:
         console.print(Text(f"{refused} records or curves were refused; see table refused"))
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))

@@ -58,7 +58,8 @@ def reproduce(runs: Runs, scale: str, cell: Cell) -> Reproduced | None:
         readings = [*ours.values(), *theirs.values()]
         other_path |= other
     else:
-        figure, notes, readings = _single(cell, ours), (), list(ours.values())
+        readings = list(ours.values())
+        figure, notes = _single(cell, ours), _with_pad(runs, scale, cell, readings)
     return Reproduced(
         figure=figure,
         protocol=readings[0].alike(),
@@ -87,6 +88,22 @@ def _single(cell: Cell, ours: dict[int, Reading]) -> Figure:
         stderr=cell.per_metric_unit * _mean(errors) if errors else None,
         half_range=cell.per_metric_unit * max(ranges),
     )
+
+
+def _with_pad(runs: Runs, scale: str, cell: Cell, readings: list[Reading]) -> tuple[str, ...]:
+    """The same figure by the other PAD rule, where the paper does not say which is its own."""
+    counted = [
+        other.value
+        for reading in readings
+        for other in runs.readings[scale, cell.condition, cell.metric]
+        if other.run is reading.run
+        and other.labels == reading.labels
+        and other.protocol == reading.protocol | {"pad": "pad_counted"}
+        and reading.protocol["pad"] == "masked"
+    ]
+    if "pad" in cell.labels or not counted:
+        return ()
+    return (f"PAD masked; with PAD counted {cell.per_metric_unit * _mean(counted):.4g}",)
 
 
 def _compared(

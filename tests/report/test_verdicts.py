@@ -361,6 +361,17 @@ def test_crossover_comes_from_the_validation_curves(suite):
     assert row["verdict"] == "under-powered"
 
 
+def test_padded_figures_are_masked_and_name_the_other_rule(suite):
+    conditions = suite.paper / "conditions.toml"
+    padded = 'layout = { kind = "padded", chunk = 65, min_chunk = 32 }'
+    packed = 'layout = { kind = "packed" }'
+    conditions.write_text(conditions.read_text().replace(packed, padded, 1))
+    suite.train("plain", [30.0, 30.0, 30.0])
+    row = suite.verdict("t1-plain")
+    assert row["reproduced"] == pytest.approx(30.0)
+    assert f"with PAD counted {30.0**0.75:.4g}" in row["note"]
+
+
 def test_a_crossover_that_never_comes_is_not_reproduced(suite):
     suite.train("plain-web", [20.0])
     suite.train("fancy-web", [26.0])
