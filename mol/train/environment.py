@@ -72,7 +72,8 @@ def provenance(group: Group, data: dict[str, str] | None = None) -> Provenance:
     """Commit, cleanliness of the tree, versions and the hash of the code that decides `group`."""
     status = _git("status", "--porcelain", "--untracked-files=no")
     return Provenance(
-        git_commit=_git("rev-parse", "HEAD"),
+        # A copy without its history (a cluster's node, a container) is told its commit.
+        git_commit=_git("rev-parse", "HEAD") or os.environ.get("MOL_GIT_COMMIT"),
         dirty=None if status is None else bool(status),
         code_sha256=source_hash(group),
         versions=_versions(),
