@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 
 import pydantic
@@ -39,11 +40,16 @@ def main(argv: list[str] | None = None) -> int:
             importlib.import_module(module).configure(sub)
     args = parser.parse_args(argv)
     try:
-        return importlib.import_module(COMMANDS[args.command][0]).run(args) or 0
+        code = importlib.import_module(COMMANDS[args.command][0]).run(args) or 0
+        sys.stdout.flush()
+        return code
     except pydantic.ValidationError as error:
         message = str(one_line(error, error.title))
     except UserError as error:
         message = str(error)
+    except BrokenPipeError:  # `mol plan | head`: the reader has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     print(f"mol {args.command}: {message}", file=sys.stderr)
     return 2
 
