@@ -4,7 +4,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from mol.base import read_toml
+from mol.paper.settings import load_settings
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -25,9 +25,7 @@ def run(args: Namespace) -> int:
     source = Source(args.db)
     tables = write_tables(args.db, args.out)
     figures = write_figures(source, args.figures)
-    extras = Extras(
-        counts=_counts(PAPER / "counts.toml"), settings=_settings(PAPER / "settings.toml")
-    )
+    extras = Extras(counts=_counts(PAPER / "counts.toml"), settings=_settings(PAPER))
     page = write_page(source, figures, extras, args.out)
     files = [*tables, page, *(path for figure in figures for path in (figure.svg, figure.png))]
     if args.json:
@@ -44,6 +42,8 @@ def _counts(path: Path) -> list[dict]:
     return paper_rows(path) if path.is_file() else []
 
 
-def _settings(path: Path) -> list[dict]:
-    """The hyperparameters of the experiments, where a paper's folder lists them."""
-    return read_toml(path).get("settings", []) if path.is_file() else []
+def _settings(folder: Path) -> list[dict]:
+    """The ledger of settings, where a paper's folder holds one."""
+    if not (folder / "settings.toml").is_file():
+        return []
+    return [setting.model_dump() for setting in load_settings(folder)]

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from mol.paper.printed import parse
 from mol.report.captions import HEADING, caption
-from mol.report.compare import first_that_stays
+from mol.report.crossover import first_that_stays
 from mol.report.sheet import (
     COLORS,
     GROUND,

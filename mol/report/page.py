@@ -41,7 +41,12 @@ RECOMPUTED = {
     "flag": ("!", "weak"),
     "no flag": ("✓", "good"),
 }
-LOOKS = MEASURED | RECOMPUTED
+CLAIMS = {
+    "holds": ("✓", "good"),
+    "does not hold": ("✗", "bad"),
+    "undecided": ("≈", "weak"),
+}
+LOOKS = CLAIMS | MEASURED | RECOMPUTED
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,11 @@ def render(source: Source, figures: list[Figure], extras: Extras) -> str:
         refused=source.table("refused"),
         counts=extras.counts,
         checks=checks,
+        claims=[
+            (MEANING[scale], _counted(Counter(row["outcome"] for row in claims)))
+            for scale in SCALES
+            if (claims := [r for r in source.table("claim_results") if r["scale"] == scale])
+        ],
         check_tally=_counted(Counter(row["verdict"] for row in checks)),
     )  # fmt: skip
 
@@ -130,6 +140,8 @@ def _show(value: Any) -> str:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_show, value))
     if isinstance(value, float):
         return figure_text(value)
     return f"{value:,}" if isinstance(value, int) else str(value)
@@ -165,8 +177,8 @@ def _sections(
                 "tables": tables,
                 "tally": _tally([view for views in tables.values() for view in views]),
                 "figures": [(figure, _inline_svg(figure)) for figure in drawn],
-                "claims": _of(source.table("claim_results"), name),
-                "settings": _of(extras.settings, name),
+                "claims": [r for r in source.table("claim_results") if r["experiment"] == name],
+                "settings": [row for row in extras.settings if name in row["experiments"]],
                 "runs": [source.runs[run] for run in source.experiments.get(name, ())],
             }
         )
@@ -175,16 +187,6 @@ def _sections(
         for table, views in tables.items():
             rest.setdefault(table, []).extend(views)
     return sections, rest
-
-
-def _of(rows: list[Row], experiment: str) -> list[Row]:
-    """Rows that name the experiment, alone or in a list, without that column."""
-    found = []
-    for row in rows:
-        named = row.get("experiments") or [row.get("experiment")]
-        if experiment in named:
-            found.append({k: v for k, v in row.items() if k not in ("experiment", "experiments")})
-    return found
 
 
 def _inline_svg(figure: Figure) -> Markup:

@@ -36,11 +36,8 @@ def source_of(folder: Path, runs: Path, paper: Path = PAPER) -> Source:
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("both")
-    write_library(folder / "runs", "smoke")
-    write_library(folder / "runs", "paper", H200)
-    return source_of(folder, folder / "runs")
+def both(two_scales):
+    return Source(two_scales / "mol.duckdb")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import browser
 import duckdb
 import pytest
 from made_up_paper import write_paper
-from synthetic import CPU, H200, record_of, train_metrics, write_library, write_run
+from synthetic import CPU, record_of, train_metrics, write_library, write_run
 
 from mol.cli import main
 from mol.paper.reported import load_paper
@@ -63,25 +63,34 @@ class Page(HTMLParser):
         return [attrs[key] for _, attrs in self.elements if key in attrs]
 
 
+def setting(value: str) -> dict:
+    return {
+        "experiments": ("E01", "E05"), "conditions": (), "setting": "lr", "value": value,
+        "status": "stated", "source": "4.2",
+    }  # fmt: skip
+
+
 def make(folder: Path, paper: Path = PAPER, extras: Extras | None = None) -> Path:
     """Database, figures and page from the runs below `folder`."""
     build(folder / "mol.duckdb", folder / "runs", folder / "no-records", paper)
-    source = Source(folder / "mol.duckdb")
+    return page_of(folder / "mol.duckdb", folder, paper, extras or Extras())
+
+
+def page_of(database: Path, folder: Path, paper: Path, extras: Extras) -> Path:
+    source = Source(database)
     figures = write_figures(source, folder / "figures", paper)
     page = folder / "index.html"
-    page.write_text(render(source, figures, extras or Extras()), "utf-8")
+    page.write_text(render(source, figures, extras), "utf-8")
     return page
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    """Every planned run at smoke and at paper scale."""
-    folder = tmp_path_factory.mktemp("both")
-    write_library(folder / "runs", "smoke")
-    write_library(folder / "runs", "paper", H200)
+def both(two_scales):
+    """The page of every planned run at smoke and at paper scale."""
     counts = [{"place": "Table 2", "computed": 84722688, "printed": "84.7M", "match": True}]
-    settings = [{"experiments": ["E01", "E05"], "name": "lr", "value": "3e-4", "how": "stated"}]
-    return make(folder, extras=Extras(counts=counts, settings=settings))
+    settings = [setting("3e-4")]
+    extras = Extras(counts=counts, settings=settings)
+    return page_of(two_scales / "mol.duckdb", two_scales, PAPER, extras)
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +179,15 @@ def test_sections_show_settings_counts_and_checks(both, parsed):
     assert "84,722,688" in parsed.text
 
 
+def test_claims_stand_with_their_experiment_and_scale(both, parsed):
+    with duckdb.connect(str(both.parent / "mol.duckdb"), read_only=True) as database:
+        rows = database.execute("SELECT claim_id, scale, outcome FROM claim_results").fetchall()
+    assert rows
+    assert {f"claim-{name}-{scale}" for name, scale, _ in rows} <= set(parsed.all("id"))
+    held = sum((scale, outcome) == ("paper", "holds") for _, scale, outcome in rows)
+    assert f"Claims at paper scale: ✓ {held} holds" in parsed.text
+
+
 def test_same_database_gives_the_same_page(both):
     source = Source(both.parent / "mol.duckdb")
     figures = write_figures(source, both.parent / "again")
@@ -220,8 +238,8 @@ def hostile_runs(folder: Path) -> None:
 
 def test_records_are_text_and_nothing_else(tmp_path):
     hostile_runs(tmp_path)
-    claims = [{"experiment": "E05", HOSTILE: HOSTILE}]
-    path = make(tmp_path, extras=Extras(counts=claims, settings=claims))
+    extras = Extras(counts=[{HOSTILE: HOSTILE}], settings=[setting(HOSTILE)])
+    path = make(tmp_path, extras=extras)
     page = Page(path.read_text("utf-8"))
     assert [tag for tag, _ in page.elements].count("script") == 1
     assert "img" not in {tag for tag, _ in page.elements}
