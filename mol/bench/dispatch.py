@@ -10,6 +10,7 @@ from mol.bench.timing import interleave
 from mol.model.config import SplitLayer
 from mol.model.split_stage import SplitStage
 from mol.ops.attention import Rope
+from mol.ops.tracing import compiled
 
 
 def stage_of(spec: DispatchBench, case: DispatchCase) -> SplitStage:
@@ -38,7 +39,7 @@ def run(spec: DispatchBench, device: torch.device, seed: int) -> Outcome:
             x_BTD = torch.randn(shape, dtype=DTYPES[spec.dtype])
         paths = {"dense_restricted": dense_restricted(stage), "sparse": stage.forward}
         if spec.compiled:
-            paths = {name: torch.compile(path) for name, path in paths.items()}
+            paths = {name: compiled(path) for name, path in paths.items()}
         labels = {"top_k": case.top_k, "n_blocks": case.n_blocks, "compiled": spec.compiled}
         calls = {
             name: lambda path=path, x_BTD=x_BTD: path(x_BTD, rope) for name, path in paths.items()

@@ -7,7 +7,7 @@ from mol.bench.config import TrainStepBench
 from mol.bench.timing import measure, peak_memory
 from mol.ops.cross_entropy import linear_cross_entropy
 from mol.plan.spec import OptimSpec
-from mol.train.optimizer import make_optimizer
+from mol.train.optimizer import AdamW
 
 
 def run(spec: TrainStepBench, device: torch.device, seed: int) -> Outcome:
@@ -18,7 +18,7 @@ def run(spec: TrainStepBench, device: torch.device, seed: int) -> Outcome:
     for name, config in spec.models.items():
         labels = {"model": name, "length": spec.seq_len, "batch": spec.batch_size}
         model = random_model(config, device, "fp32", seed).train()
-        optimizer = make_optimizer(model, optim)
+        optimizer = AdamW(model, optim)
         ids = random_ids(config.vocab_size, (spec.batch_size, spec.seq_len + 1), device, seed)
         inputs_BT, targets_BT = ids[:, :-1], ids[:, 1:]
 
@@ -30,8 +30,8 @@ def run(spec: TrainStepBench, device: torch.device, seed: int) -> Outcome:
                 )
             (nll.mean() + optim.balance_alpha * out.balance).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip)
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step(optim.lr)
+            model.zero_grad(set_to_none=True)
 
         with out_of_memory_noted(notes, f"{name}, {spec.batch_size} x {spec.seq_len}"):
             timing = measure(step, spec.warmup, spec.repeats, device)

@@ -9,7 +9,14 @@ from rich.table import Table
 
 from mol.base import UserError
 from mol.data.meta import load_meta
-from mol.evaluate.perplexity import Protocol, evaluate_split, perplexity_metrics, score, text_size
+from mol.evaluate.perplexity import (
+    Protocol,
+    evaluate_split,
+    perplexity_metrics,
+    score,
+    scoring_batch,
+    text_size,
+)
 from mol.evaluate.windows import real_stream, stream_windows
 from mol.model.transformer import LanguageModel
 from mol.plan.select import add_run_arguments, corpus_folder, run_folder, selected_spec
@@ -38,7 +45,7 @@ def _strided(model, corpus, spec, args, device, tokenizer) -> list[Metric]:
     context = args.context or spec.seq_len
     windows = stream_windows(real_stream(corpus, args.split), context, args.stride, args.limit)
     bf16 = spec.precision == "bf16"
-    tally, targets = score(model, windows, spec.optim.batch_size, device, bf16)
+    tally, targets = score(model, windows, scoring_batch(context), device, bf16)
     protocol = Protocol(
         tokenizer=tokenizer,
         pad="none",
@@ -72,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
             args.split,
             spec.seq_len,
             args.limit,
-            spec.optim.batch_size,
+            scoring_batch(spec.seq_len),
             device,
             tokenizer,
             spec.data.layout.kind == "padded",

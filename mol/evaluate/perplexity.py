@@ -72,6 +72,11 @@ def routed_blocks(config: ModelConfig) -> list[int]:
     return [layer.n_routed for layer in split if layer.router == "linear"]
 
 
+def scoring_batch(context: int) -> int:
+    """Sequences scored at once: 16,384 tokens. No figure depends on it beyond rounding."""
+    return max(1, 16_384 // context)
+
+
 @torch.no_grad()
 def score(
     model,

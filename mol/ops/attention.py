@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mol.ops.tracing import untraced
+
 
 class Rope:
     """Rotary positions, half-split pairs (x_i, x_{i + d/2}), base 10,000 by default (2.2).
@@ -78,7 +80,7 @@ def segment_attention(
     return _padded(q_NHd, k_NHd, v_NHd, cu_seqlens)
 
 
-@torch.compiler.disable  # segment lengths are host numbers: a trace would be redone for each batch
+@untraced
 def _padded(q_NHd: Tensor, k_NHd: Tensor, v_NHd: Tensor, cu_seqlens: Tensor) -> Tensor:
     counts_S = cu_seqlens.diff()
     counts_S = counts_S[counts_S > 0]

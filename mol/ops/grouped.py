@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mol.ops.tracing import untraced
+
 _native = getattr(F, "grouped_mm", None) or torch._grouped_mm
 # Tracing knows the product in bf16 alone, although CPUs run it in fp32 too.
-_untraced = torch.compiler.disable(_native)
+_untraced = untraced(_native)
 
 
 def grouped_mm(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor, equal: bool = False) -> Tensor:
@@ -48,7 +50,7 @@ def grouped_mm(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor, equal: bool = False)
     return y_NM[:, :width_out]
 
 
-@torch.compiler.disable  # group sizes are host numbers: a trace would be redone for each batch
+@untraced
 def grouped_mm_reference(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor) -> Tensor:
     """A loop over groups; reads the offsets on the host."""
     ends = offs_E.tolist()

@@ -14,12 +14,12 @@ from torch import nn
 
 from mol.base import UserError
 from mol.data.loader import TokenBatches, eval_sequences
-from mol.evaluate.perplexity import score
+from mol.evaluate.perplexity import score, scoring_batch
 from mol.model.transformer import LanguageModel
 from mol.ops.cross_entropy import linear_cross_entropy
 from mol.plan.spec import TrainSpec
 from mol.train.checkpoint import STATE, load_state, save_state
-from mol.train.optimizer import make_optimizer
+from mol.train.optimizer import AdamW
 from mol.train.schedule import lr_at
 
 CHECKPOINT_SECONDS = 600.0  # between checkpoints when no step count is asked for
@@ -57,7 +57,7 @@ class Trainer:
         with torch.device(device):
             self.model = LanguageModel(spec.model)
         self.model.checkpoint_activations = spec.optim.checkpoint_activations
-        self.optimizer = make_optimizer(self.model, spec.optim)
+        self.optimizer = AdamW(self.model, spec.optim)
         micro_batch = spec.optim.batch_size // spec.optim.accumulate
         self.batches = TokenBatches(corpus, "train", spec.seq_len, micro_batch, spec.seed)
         self.step = 0
@@ -75,8 +75,6 @@ class Trainer:
         """One optimizer step; returns the mean training loss in nats a target."""
         optim = self.spec.optim
         lr = lr_at(self.step, optim)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         loss_sum, balance_sum = 0.0, 0.0
         for _ in range(optim.accumulate):
             inputs, targets, real = (t.to(self.device) for t in self.batches.next())
@@ -100,8 +98,8 @@ class Trainer:
             raise FloatingPointError(
                 f"step {self.step + 1}: loss {loss_value}, gradient norm {float(norm)}"
             )
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(lr)
+        self.model.zero_grad(set_to_none=True)
         self.step += 1
         if self.step % max(1, optim.steps // LOG_POINTS) == 0 or self.step == optim.steps:
             self.log("train_nll", loss_value)
@@ -116,7 +114,9 @@ class Trainer:
         sequences = eval_sequences(
             self.corpus, "validation", self.spec.seq_len, plan.curve_sequences
         )
-        tally, _ = score(self.model, sequences, self.spec.optim.batch_size, self.device, self.bf16)
+        tally, _ = score(
+            self.model, sequences, scoring_batch(self.spec.seq_len), self.device, self.bf16
+        )
         self.log("validation_nll", tally.nll_real / tally.n_real)
         if self.spec.data.layout.kind == "padded":
             self.log("validation_nll_pad", tally.nll_all / tally.n_all)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from mol.data.meta import CorpusMeta, load_meta
-from mol.evaluate.perplexity import evaluate_split
+from mol.evaluate.perplexity import evaluate_split, scoring_batch
 from mol.model.counts import active_parameters, total_parameters
 from mol.plan.spec import TrainSpec
 from mol.store.record import Metric, Record, save_record
@@ -70,7 +70,7 @@ def _held_out(spec: TrainSpec, trained: Trained, corpus: Path, meta: CorpusMeta,
             split,
             spec.seq_len,
             spec.evaluation.final_sequences,
-            spec.optim.batch_size,
+            scoring_batch(spec.seq_len),
             device,
             tokenizer_name(meta),
             spec.data.layout.kind == "padded",

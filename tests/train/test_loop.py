@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 
 import pyarrow.parquet as pq
 import pytest
@@ -11,11 +13,12 @@ from mol.base import UserError
 from mol.data.config import DataSpec, FileSource, PaddedLayout
 from mol.data.packing import prepare
 from mol.model.config import DenseLayer, ModelConfig, SplitLayer
+from mol.model.transformer import LanguageModel
 from mol.plan.spec import EvalSpec, OptimSpec, TrainSpec
 from mol.store.record import load_record
 from mol.train.checkpoint import STATE, WEIGHTS, load_weights
 from mol.train.loop import Trainer, train
-from mol.train.optimizer import is_decayed, make_optimizer
+from mol.train.optimizer import is_decayed
 from mol.train.run import execute
 from mol.train.schedule import lr_at
 
@@ -140,8 +143,6 @@ def test_a_run_leaves_a_checked_record_a_curve_and_weights(corpus, tmp_path):
     table = pq.read_table(tmp_path / "curve.parquet").to_pylist()
     assert {row["name"] for row in table} >= {"train_nll", "validation_nll", "lr", "grad_norm"}
     sha = record.provenance.data["tokenizer_sha256"]
-    from mol.model.transformer import LanguageModel
-
     load_weights(tmp_path, LanguageModel(spec.model), sha)
     with pytest.raises(UserError, match="trained with tokenizer"):
         load_weights(tmp_path, LanguageModel(spec.model), "0" * 64)
@@ -159,8 +160,6 @@ def test_broken_and_foreign_checkpoints_are_refused_by_name(corpus, tmp_path):
     with pytest.raises(UserError, match=f"{STATE}: unreadable checkpoint"):
         train(spec, folder, tmp_path, CPU)
     (tmp_path / WEIGHTS).write_bytes(b"not weights")
-    from mol.model.transformer import LanguageModel
-
     with pytest.raises(UserError, match=f"{WEIGHTS}: unreadable weights"):
         load_weights(tmp_path, LanguageModel(spec.model), "0" * 64)
 
@@ -189,16 +188,51 @@ def test_schedule_warms_up_and_ends_at_its_floor():
 
 def test_vectors_do_not_decay_even_when_stacked(corpus):
     data, _ = corpus
-    from mol.model.transformer import LanguageModel
+    model = LanguageModel(make_spec(data).model)
+    for name, parameter in model.named_parameters():
+        vector = any(word in name for word in ("norm", "bias", "decay_log", "dt_bias"))
+        assert is_decayed(name, parameter) == (not vector), name
 
-    spec = make_spec(data)
-    model = LanguageModel(spec.model)
-    decayed, kept = make_optimizer(model, spec.optim).param_groups
-    assert decayed["weight_decay"] == 0.01 and kept["weight_decay"] == 0.0
-    names = dict(model.named_parameters())
-    assert sum(map(len, (decayed["params"], kept["params"]))) == len(names)
-    for name, parameter in names.items():
-        last = name.rsplit(".", 1)[-1]
-        if any(word in name for word in ("norm", "bias")) or last in ("A_log", "dt_bias"):
-            assert not is_decayed(name, parameter), name
-    assert is_decayed("embedding.weight", model.embedding.weight)
+
+def test_optimizer_equals_torch_adamw(corpus):
+    data, folder = corpus
+    ours = Trainer(make_spec(data), folder, CPU)
+    theirs = Trainer(make_spec(data), folder, CPU)
+    optim = ours.spec.optim
+    groups = {True: [], False: []}
+    for name, parameter in theirs.model.named_parameters():
+        groups[is_decayed(name, parameter)].append(parameter)
+    reference = torch.optim.AdamW(
+        [
+            {"params": groups[True], "weight_decay": optim.weight_decay},
+            {"params": groups[False], "weight_decay": 0.0},
+        ],
+        betas=optim.betas,
+    )
+
+    def reference_step(lr):
+        for group in reference.param_groups:
+            group["lr"] = lr
+        reference.step()
+
+    theirs.optimizer.step = reference_step
+    for _ in range(5):
+        assert ours.train_step() == pytest.approx(theirs.train_step(), rel=1e-5)
+    for (name, a), b in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_run_starts_without_importing_the_compiler():
+    code = (
+        "import sys, torch, mol.train.command; from mol.train.optimizer import AdamW;"
+        "from mol.model.config import *; from mol.model.transformer import LanguageModel;"
+        "from mol.plan.spec import OptimSpec;"
+        "layer = SplitLayer(d_thin=16, n_heads=2, n_blocks=3, n_shared=1, top_k=1, d_ff=8,"
+        " attention='deltanet');"
+        "m = LanguageModel(ModelConfig(vocab_size=300, d_model=16, n_layers=1, layer=layer));"
+        "o = AdamW(m, OptimSpec(steps=2, batch_size=1, lr=1e-3, warmup_steps=1));"
+        "m(torch.zeros(1, 5, dtype=torch.long)).hidden.sum().backward(); o.step(1e-3);"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mol.ops.gated_delta.naive import compute_dtype, l2norm
+from mol.ops.tracing import untraced
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def _chunks(cu_seqlens: Tensor) -> _Chunks:
     return _Chunks(size, counts.tolist(), slot_N.to(device), order.to(device))
 
 
-@torch.compiler.disable  # segment lengths are host numbers: a trace would be redone for each batch
+@untraced
 def chunked_gated_delta_rule(
     q_NHd: Tensor,
     k_NHd: Tensor,

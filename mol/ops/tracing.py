@@ -1,0 +1,32 @@
+"""Functions that a compiler must not trace, marked without importing the compiler.
+
+`torch.compiler.disable` imports all of TorchDynamo, 1.4 s of every start; here that happens only
+where something is compiled.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+_functions: dict[str, Callable] = {}
+
+
+def untraced(function: Callable) -> Callable:
+    """Mark a function whose sizes are host numbers: a trace would be redone for each batch."""
+    name = f"{function.__module__}.{function.__qualname__}"
+    _functions[name] = function
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return _functions[name](*args, **kwargs)
+
+    return call
+
+
+def compiled(function: Callable) -> Callable:
+    """`torch.compile`, with the marked functions left to run as they are."""
+    for name, marked in _functions.items():
+        if not hasattr(marked, "_torchdynamo_disable"):
+            _functions[name] = torch.compiler.disable(marked)
+    return torch.compile(function)
