@@ -106,7 +106,8 @@ def train_spec(
                 "checkpoint_activations": False,
             }
         )
-        evaluation = EvalSpec(every=5, curve_sequences=8, final_sequences=32)
+        share = 2 if gpt2 else 1  # its head makes a scored token dear as well
+        evaluation = EvalSpec(every=5, curve_sequences=8 // share, final_sequences=32 // share)
     else:
         if scale == "proxy":
             optim = _shorten(optim)
