@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
+from mol.base import UserError
 from mol.data.meta import CorpusMeta, load_meta
 from mol.evaluate.perplexity import evaluate_split, scoring_batch
 from mol.model.counts import active_parameters, total_parameters
+from mol.ops.selfcheck import run_checks
 from mol.plan.spec import TrainSpec
 from mol.store.record import Metric, Record, save_record
 from mol.train.checkpoint import STATE, save_weights
@@ -78,6 +80,22 @@ def _held_out(spec: TrainSpec, trained: Trained, corpus: Path, meta: CorpusMeta,
         )
 
 
+def check_kernels(device: torch.device) -> list[str]:
+    """On a GPU, compare every fast path and gradient with its reference before training on them:
+    some compiler versions compute wrong gradients from right outputs. Returns a note for the
+    record. Raises UserError naming the paths that fail."""
+    if device.type != "cuda":
+        return []
+    checks = run_checks("cuda")
+    failed = [check.name for check in checks if not check.passed]
+    if failed:
+        raise UserError(
+            f"self-check failed on this GPU: {', '.join(failed)}; training refused. "
+            "`mol selfcheck --device cuda` shows the errors and versions"
+        )
+    return [f"self-check before training: {len(checks)} of {len(checks)} passed"]
+
+
 def execute(
     spec: TrainSpec, corpus: Path, out: Path, device: torch.device, **options
 ) -> Record | None:
@@ -88,6 +106,7 @@ def execute(
     """
     started, clock = datetime.now(UTC), time.monotonic()
     meta = load_meta(corpus)
+    notes = [f"text: {meta.source.name}", *check_kernels(device)]
     trained = train(spec, corpus, out, device, **options)
     if trained.steps_done < spec.optim.steps:
         return None
@@ -117,7 +136,7 @@ def execute(
         hardware=hardware(device),
         provenance=provenance("train", data_hashes(meta)),
         metrics=tuple(metrics),
-        notes=(f"text: {meta.source.name}",),
+        notes=tuple(notes),
     )
     save_record(out, record)
     (out / STATE).unlink(missing_ok=True)
