@@ -34,6 +34,7 @@ GROUPS: dict[Group, tuple[str, ...]] = {  # "!" takes files out again
         *(
             f"mol/report/{name}.py"
             for name in (
+                "alike",
                 "claims",
                 "compare",
                 "cost",

@@ -10,10 +10,10 @@ from mol.plan.spec import EvalSpec, OptimSpec, ScaleName, TrainSpec
 Sources = dict[str, WheelSource | HubSource | FileSource]  # by corpus
 
 # Smoke: widths an eighth of the paper's (a sixteenth at D = 2048), K, N, S and k as printed.
-SMOKE_STEPS = 30
+SMOKE_STEPS = 24
 SMOKE_TOKENS = 256  # a step; half of it with the GPT-2 vocabulary, whose head dominates
 SMOKE_VOCAB = 4096
-SMOKE_LR_FACTOR = 10  # narrow models take larger steps; 30 steps at 3e-4 would not leave the start
+SMOKE_LR_FACTOR = 10  # narrow models take larger steps; 24 steps at 3e-4 would not leave the start
 PROXY_FRACTION = 10  # of the paper's steps, schedule complete
 
 
@@ -107,7 +107,7 @@ def train_spec(
             }
         )
         share = 2 if gpt2 else 1  # its head makes a scored token dear as well
-        evaluation = EvalSpec(every=5, curve_sequences=8 // share, final_sequences=32 // share)
+        evaluation = EvalSpec(every=4, curve_sequences=8 // share, final_sequences=32 // share)
     else:
         if scale == "proxy":
             optim = _shorten(optim)
