@@ -12,6 +12,7 @@ import duckdb
 import pyarrow as pa
 
 from mol.plan.experiments import Paper, load_experiments
+from mol.store.matrix import matrix_rows
 from mol.store.membership import experiments_of
 from mol.store.paper import insert, insert_paper, insert_verdicts
 from mol.store.read import Found, Refusal, metric_rows, read_folders, run_row
@@ -83,6 +84,11 @@ def _insert_batch(
         ],
     )
     insert(database, "metrics", [row for found in batch for row in metric_rows(found.record)])
+    insert(
+        database,
+        "protocols",
+        [row for found in batch if found.matrix for row in matrix_rows(found.matrix)],
+    )
     tables = [
         found.curve.add_column(0, "run_id", pa.array([found.record.run_id] * len(found.curve)))
         for found in batch

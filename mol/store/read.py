@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mol.base import UserError, canonical_json
+from mol.store.matrix import MATRIX, Matrix, load_matrix
 from mol.store.record import Record, load_record
 
 CURVE = pa.schema(
@@ -19,10 +20,12 @@ CURVE = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A readable run: its record, its curve where it has one, and its place under results/."""
+    """A readable run: its record, its curve and protocol matrix where it has them, and its
+    place under results/."""
 
     record: Record
     curve: pa.Table | None
+    matrix: Matrix | None
     source: str
 
 
@@ -90,7 +93,15 @@ def read_folders(root: Path, *, placed: bool) -> Iterator[Found | Refusal]:
             except UserError as error:
                 file = f"{root.name}/{curve_path.relative_to(root).as_posix()}"
                 yield Refusal(file=file, reason=str(error))
-        yield Found(record=record, curve=curve, source=name.removesuffix("/record.json"))
+        matrix = None
+        if (folder / MATRIX).exists():
+            try:
+                matrix = load_matrix(folder / MATRIX, record)
+            except UserError as error:
+                file = name.replace("record.json", MATRIX)
+                yield Refusal(file=file, reason=str(error).removeprefix(f"{folder / MATRIX}: "))
+        source = name.removesuffix("/record.json")
+        yield Found(record=record, curve=curve, matrix=matrix, source=source)
 
 
 def _naive_utc(moment: datetime) -> datetime:

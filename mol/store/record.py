@@ -24,10 +24,12 @@ class Protocol(Frozen):
 
     tokenizer: str  # "bpe:<sha256, 12 digits>" or "gpt2:<...>"
     pad: Literal["masked", "pad_counted", "none"]  # none: the data hold no PAD
-    layout: Literal["chunked", "stream"]
+    layout: Literal["chunked", "stream", "documents"]  # documents: each one of a stream alone
     context: int
     stride: int
     split: Literal["train", "validation", "test"]
+    eos: Literal["as_prepared", "masked"] = "as_prepared"  # masked: between texts, not scored
+    text: Literal["prepared", "raw"] = "prepared"  # raw: as published, not detokenized
 
 
 class Metric(Frozen):

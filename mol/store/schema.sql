@@ -52,6 +52,26 @@ CREATE TABLE curves (
     value DOUBLE NOT NULL
 );
 
+-- One checkpoint scored under every protocol (`mol eval --protocols --save`), where that was
+-- asked for. Rows with unlike protocols are never compared with one another.
+CREATE TABLE protocols (
+    run_id VARCHAR NOT NULL,
+    name VARCHAR NOT NULL,            -- nll | ppl | ppl_word | bits_per_byte
+    value DOUBLE,                     -- NULL: not scored, `note` says why
+    unit VARCHAR,
+    n BIGINT,                         -- tokens, words or bytes scored, each once
+    stderr DOUBLE,
+    tokenizer VARCHAR,
+    pad VARCHAR,                      -- masked | pad_counted | none
+    layout VARCHAR,                   -- chunked | stream | documents
+    context BIGINT,
+    stride BIGINT,
+    split VARCHAR,
+    eos VARCHAR,                      -- as_prepared | masked
+    text VARCHAR,                     -- prepared | raw
+    note VARCHAR NOT NULL
+);
+
 -- Records and curves that were left out, and the way out.
 CREATE TABLE refused (file VARCHAR NOT NULL, reason VARCHAR NOT NULL);
 
