@@ -110,8 +110,8 @@ def _print(
         shown = best.get("scale") or next(filter(view.figure, SCALES), "")
         number = ", ".join(filter(None, (view.cell["row"], view.cell["column"])))
         texts = [view.cell["place"], number, view.reported, view.figure(shown), shown]
-        texts += [view.difference_of(best), view.verdict]
-        table.add_row(*(Text(text, style=_style(text)) for text in texts))
+        texts += [view.difference_of(best), view.state]
+        table.add_row(*(Text(text) for text in texts[:-1]), Text(view.state, _style(view.verdict)))
     console.print(table)
 
 

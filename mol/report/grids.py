@@ -96,13 +96,9 @@ def _difference(view: View) -> str:
 
 
 def _verdict(view: View) -> str:
-    verdict = view.verdict
-    if verdict and view.cell["kind"] == "derived":
-        return f"self-check: {verdict}"
-    if verdict == "not run":
-        cost = f"{view.cost:,.0f} GPU-hours" if view.cost is not None else "cost unknown"
-        return f"not run ({cost})"
-    return verdict
+    if view.verdict and view.cell["kind"] == "derived":
+        return f"self-check: {view.verdict}"
+    return view.state
 
 
 def text_grid(views: list[View], marks: dict[str, list[int]]) -> Grid:

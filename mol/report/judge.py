@@ -11,31 +11,21 @@ from typing import Any
 from mol.base import UserError, canonical_json
 from mol.paper.cell import METRICS, Cell
 from mol.plan.experiments import Paper
+from mol.report.alike import NO_NAME, compared_in, is_machine_bound, is_perplexity, is_timing
 from mol.report.compare import Reproduced, is_log, reproduce
 from mol.report.cost import gpu_hours
 from mol.report.counted import counted_row
 from mol.report.readings import Runs, same_hardware
 from mol.report.verdicts import Borrowed, Printed, Protocol, judge, to_difference
 
-TIMED_UNITS = {"token/s", "step/s", "ms", "ms/token", "s"}
-NO_NAME = ("", "GPU", "CPU")  # hardware that the paper does not name
 OTHER_SCALE = "not run at paper scale"
-
-
-def is_timing(cell: Cell) -> bool:
-    return METRICS.get(cell.metric) in TIMED_UNITS or cell.metric == "dispatch_speedup"
-
-
-def is_machine_bound(cell: Cell) -> bool:
-    """Whether a cell holds only for the machine it was measured on; rounding noise does too."""
-    return is_timing(cell) or METRICS.get(cell.metric) == "logit"
 
 
 class Context:
     """What judging one cell needs to know about the others, and about its own condition."""
 
     def __init__(self, cells: tuple[Cell, ...], plan: Paper):
-        self.cells = cells
+        self.cells, self.plan = cells, plan
         recipes = {slug: plan.recipes[c.recipe] for slug, c in plan.conditions.items()}
         self.corpus_of = {slug: recipe.corpus for slug, recipe in recipes.items()}
         self._tokenizer_of = {slug: recipe.tokenizer for slug, recipe in recipes.items()}
@@ -80,7 +70,7 @@ class Context:
         turns a relative spread into one of a difference."""
         if is_timing(cell):
             return None
-        if METRICS.get(cell.metric) != "ppl/token" or cell.op == "crossover" or not self._spreads:
+        if not is_perplexity(cell) or not self._spreads:
             return Borrowed(sigma=None, source="no spread of it is printed", supported=False)
         corpus = self.corpus_of.get(cell.condition)
         same = [s for c, s in self._spreads.items() if self.corpus_of.get(c) == corpus]
@@ -136,15 +126,17 @@ class Context:
 
 
 def _paper_scale(
-    cell: Cell, found: Reproduced | None, context: Context
+    cell: Cell, found: Reproduced | None, context: Context, reason: str
 ) -> tuple[str, dict[str, Any]]:
-    """(verdict, further columns) of a measured cell from runs at the paper's scale."""
+    """(verdict, further columns) of a measured cell from runs at the paper's scale; `reason`
+    says why there is none, where that is known."""
     if not cell.metric:
         return "not judgeable here", {"note": "no run of this suite measures it"}
     if is_machine_bound(cell) and cell.hardware in NO_NAME:
         return "not judgeable here", {"note": "the paper does not name the hardware"}
     if found is None:
-        return "not run", {}
+        needs = f"needs {cell.hardware}" if is_machine_bound(cell) else ""
+        return "not run", {"note": reason or needs}
     others = sorted({r["hardware"] for r in found.runs if not same_hardware(cell.hardware, r)})
     if is_machine_bound(cell) and others:
         return "not judgeable here", {"note": f"the paper's is {cell.hardware}, ours {others[0]}"}
@@ -175,7 +167,9 @@ def _paper_scale(
     }
 
 
-def _figure_columns(cell: Cell, found: Reproduced | None) -> dict[str, Any]:
+def _figure_columns(
+    cell: Cell, scale: str, found: Reproduced | None, plan: Paper
+) -> dict[str, Any]:
     if found is None:
         return {}
     data = {_data_name(run) for run in found.runs}
@@ -187,8 +181,11 @@ def _figure_columns(cell: Cell, found: Reproduced | None) -> dict[str, Any]:
     }
     if found.figure is not None:
         ours, printed = found.figure.value, cell.number.value
-        columns |= {"reproduced": ours, "difference": ours - printed}
-        if is_log(cell) and ours > 0 and printed > 0:
+        columns["reproduced"] = ours
+        given_in = compared_in(cell, scale, found.runs, found.other_path, plan)
+        if "printed" in given_in:
+            columns["difference"] = ours - printed
+        if "nats" in given_in and is_log(cell) and ours > 0 and printed > 0:
             columns["difference_nats"] = math.log(ours / printed)
     return columns
 
@@ -223,9 +220,9 @@ def verdict_rows(
                 notes = found.notes if found else ()
                 if found is None and not judged:
                     continue
-                row |= _figure_columns(cell, found)
+                row |= _figure_columns(cell, scale, found, plan)
                 if judged:
-                    verdict, columns = _paper_scale(cell, found, context)
+                    verdict, columns = _paper_scale(cell, found, context, runs.reason(cell))
                     row |= columns | {"verdict": verdict}
                 elif cell.kind == "measured":
                     row["verdict"] = OTHER_SCALE

@@ -1,6 +1,7 @@
 """The complete runs of a database, and the metric of each that a printed cell asks for."""
 
 import json
+import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import duckdb
 
 from mol.base import UserError
-from mol.paper.cell import Label
+from mol.paper.cell import Cell, Label
 from mol.report.verdicts import Protocol
 
 PROTOCOL = ("tokenizer", "pad", "layout", "context", "stride", "split")
@@ -45,6 +46,12 @@ class Runs:
     runs: dict[str, dict[str, Any]]
     readings: dict[tuple[str, str, str], list[Reading]]  # by scale, condition, metric
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    # Why there is no figure, by condition and task ("": any), where a record says so.
+    reasons: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def reason(self, cell: Cell) -> str:
+        own = (cell.condition, str(cell.labels.get("task", "")))
+        return self.reasons.get(own) or self.reasons.get((cell.condition, "")) or ""
 
     @property
     def scales(self) -> list[str]:
@@ -57,7 +64,9 @@ def load_runs(database: duckdb.DuckDBPyConnection) -> Runs:
     cursor = database.execute(
         "SELECT run_id, kind, scale, condition, seed, hardware, hardware_count, device, wall_s, "
         "finished, spec->>'$.data.source.kind' AS source, spec->>'$.train_run' AS train_run, data, "
-        "(spec->>'$.optim.steps')::BIGINT AS steps FROM runs WHERE status = 'complete'"
+        "(spec->>'$.optim.steps')::BIGINT AS steps, spec->>'$.data.tokenizer' AS tokenizer, "
+        "(spec->>'$.data.vocab_size')::BIGINT AS vocab_size, notes "
+        "FROM runs WHERE status = 'complete'"
     )
     columns = [column[0] for column in cursor.description]
     runs = {row[0]: dict(zip(columns, row, strict=True)) for row in cursor.fetchall()}
@@ -89,7 +98,25 @@ def load_runs(database: duckdb.DuckDBPyConnection) -> Runs:
     )
     for run_id, step, value in points.fetchall():
         curves[run_id].append((step, value))
-    return Runs(runs=runs, readings=dict(readings), curves=dict(curves))
+    reasons = _reasons(database, runs)
+    return Runs(runs=runs, readings=dict(readings), curves=dict(curves), reasons=reasons)
+
+
+def _reasons(
+    database: duckdb.DuckDBPyConnection, runs: dict[str, dict[str, Any]]
+) -> dict[tuple[str, str], str]:
+    """Of runs at the paper's scale that could not be made, and of tasks that a run left out."""
+    rows = database.execute(
+        "SELECT condition, reason FROM runs WHERE status = 'not run' AND scale = 'paper' "
+        "AND reason IS NOT NULL ORDER BY ALL"
+    )
+    found = {(condition, ""): reason for condition, reason in rows.fetchall()}
+    for run in sorted(runs.values(), key=lambda run: run["run_id"]):
+        for note in json.loads(run["notes"]):
+            left_out = re.fullmatch(r"(\w+): not run, (.+)", note, re.DOTALL)
+            if left_out:
+                found[run["condition"], left_out[1]] = left_out[2]
+    return found
 
 
 def matches(reading: Reading, labels: dict[str, Label]) -> bool:

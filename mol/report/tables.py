@@ -1,12 +1,12 @@
 """The paper's tables with our figures beside its own, as Markdown, LaTeX and CSV."""
 
-import json
 from collections import Counter
 from pathlib import Path
 
 import duckdb
 
 from mol.base import write_atomic
+from mol.report.footnotes import Footnotes, footnotes, load_runs
 from mol.report.grids import Grid, extra_grid, grids_of, text_grid
 from mol.report.markup import csv_text, markdown, markdown_table, tex_table
 from mol.report.view import SCALES, View, load_views
@@ -27,23 +27,22 @@ def write_tables(db_path: Path, folder: Path) -> list[Path]:
     with connect(db_path) as database:
         views = load_views(database)
         titles = _titles(database)
-        run_notes = {
-            run_id: [note for note in json.loads(notes) if not note.startswith("text: ")]
-            for run_id, notes in database.execute("SELECT run_id, notes FROM runs").fetchall()
-        }
+        runs = load_runs(database)
         numbers = dict.fromkeys(view.cell["table"] for view in views)
         for table in sorted(numbers, key=lambda name: (not name.isdigit(), name.zfill(3))):
             own = [view for view in views if view.cell["table"] == table]
             stem = f"table{int(table):02d}" if table.isdigit() else table
             title = f"Table {table}" if table.isdigit() else "Numbers in the text"
             title += f": {titles[table]}" if titles.get(table) else ""
-            marks, sources = _footnotes(own, run_notes)
+            below = footnotes(own, runs)
             if table == "text":
-                grids = [text_grid(own, marks)]
+                grids = [text_grid(own, below.marks)]
             else:
-                grids = grids_of(own, marks) + extra_grid(database, own)
-            notes = [_state(own), *sources]
-            files = {"md": _markdown(title, grids, notes), "csv": csv_text(CSV_HEADER, _csv(own))}
+                grids = grids_of(own, below.marks) + extra_grid(database, own)
+            files = {
+                "md": _markdown(title, grids, _state(own), below),
+                "csv": csv_text(CSV_HEADER, _csv(own)),
+            }
             if table != "text":
                 files["tex"] = "\n".join(
                     tex_table(grid.header, grid.rows, f"{title}. {grid.title}".strip(". "))
@@ -84,44 +83,29 @@ def _state(views: list[View]) -> str:
     return f"{', '.join(parts)}. Verdicts: {counts}."
 
 
-def _footnotes(
-    views: list[View], run_notes: dict[str, list[str]]
-) -> tuple[dict[str, list[int]], list[str]]:
-    """(cell_id -> footnote numbers, footnotes): scale, text, machine and notes of the runs."""
-    numbers: dict[str, int] = {}
-    marks: dict[str, list[int]] = {}
-    for view in views:
-        for scale in reversed(SCALES):
-            row = view.rows.get(scale)
-            if not row or not row["n_runs"]:
-                continue
-            notes = dict.fromkeys(note for run in row["runs"] for note in run_notes[run])
-            parts = [f"scale {scale}", row["data"] and f"text: {row['data']}", row["hardware"]]
-            text = "; ".join(filter(None, [*parts, *notes]))
-            number = numbers.setdefault(text, len(numbers) + 1)
-            marks.setdefault(view.cell["cell_id"], []).append(number)
-    return marks, [f"[{number}] {text}." for text, number in numbers.items()]
-
-
-def _markdown(title: str, grids: list[Grid], notes: list[str]) -> str:
+def _markdown(title: str, grids: list[Grid], state: str, below: Footnotes) -> str:
     parts = [f"# {markdown(title)}\n"]
     for grid in grids:
         heading = f"**{markdown(grid.title)}**\n\n" if grid.title else ""
         parts.append(heading + markdown_table(grid.header, grid.rows))
-    parts.append("\n".join(f"- {markdown(note)}" for note in notes) + "\n")
+    lines = [f"- {markdown(note)}" for note in (state, *below.notes)]
+    for scale, notes in below.scoring.items():
+        lines.append(f"- Scored at scale {scale} with:")
+        lines += [f"  - {markdown(note)}" for note in notes]
+    parts.append("\n".join(lines) + "\n")
     return "\n".join(parts)
 
 
 def _csv(views: list[View]) -> list[list[str]]:
     lines = []
     for view in views:
-        cell, best = view.cell, view.best or {}
+        cell, best = view.cell, view.best or view.rows.get("paper", {})
         numbers = [best.get(key) for key in ("difference_nats", "half_width")]
         lines.append(
             [
                 cell["cell_id"], cell["place"], cell["row"], cell["column"], cell["kind"],
                 cell["unit"], view.reported, *(view.figure(scale) for scale in reversed(SCALES)),
-                view.difference.split(" (")[0],
+                "" if best.get("difference") is None else view.difference.split(" (")[0],
                 *("" if number is None else f"{number:.6g}" for number in numbers),
                 view.verdict, "" if view.cost is None else f"{view.cost:.3g}",
                 best.get("data") or "", best.get("hardware") or "", best.get("note") or "",

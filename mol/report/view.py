@@ -1,6 +1,7 @@
 """Every printed cell with what stands beside it: figures by scale, and one verdict."""
 
 import json
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,20 @@ class View:
         return self.rows.get("paper", {}).get("cost_gpu_hours")
 
     @property
+    def state(self) -> str:
+        """The verdict with its reason, in few words; a cell that was not run with its cost."""
+        verdict = self.verdict
+        if verdict not in ("not run", "not judgeable here"):
+            return verdict
+        reason = (self.rows["paper"]["note"] or "").split("; ")[0]
+        reason = re.sub(r" ?\([^)]*\)", "", reason).replace("`", "")
+        text = f"{verdict}: {reason}" if reason else verdict
+        if verdict == "not run" and (self.cost is not None or not reason):
+            cost = "cost unknown" if self.cost is None else f"{self.cost:,.0f} GPU-hours"
+            return f"{text} ({cost})"
+        return text
+
+    @property
     def reported(self) -> str:
         spread = self.cell["spread"]
         return self.cell["printed"] + (f" ± {spread}" if spread else "")
@@ -61,13 +76,16 @@ class View:
         return self.difference_of(self.best)
 
     def difference_of(self, row: dict[str, Any] | None) -> str:
-        """Of the figure in `row`, in printed units; of a perplexity also in nats."""
+        """Of the figure in `row`: in printed units, and of a perplexity in nats, as far as it is
+        like the printed one."""
         if not row or row["reproduced"] is None:
             return ""
-        text = signed(self.cell["printed"], row["difference"])
-        if self.cell["unit"] == "ppl/token" and row["difference_nats"] is not None:
-            return f"{text} ({row['difference_nats']:+.3f} nat)"
-        return text
+        nats = row["difference_nats"] if self.cell["unit"] == "ppl/token" else None
+        in_nats = "" if nats is None else f"{nats:+.3f} nat"
+        if row["difference"] is None:
+            return in_nats
+        printed = signed(self.cell["printed"], row["difference"])
+        return f"{printed} ({in_nats})" if in_nats else printed
 
 
 def load_views(database: duckdb.DuckDBPyConnection) -> list[View]:

@@ -3,12 +3,21 @@ import math
 import re
 
 import pytest
-from made_up_paper import CELLS, write_paper
-from synthetic import bench_metrics, record_of, train_metrics, write_library, write_run, write_train
+from made_up_paper import CELLS, ONE, cell, write_paper
+from synthetic import (
+    bench_metrics,
+    record_of,
+    train_metrics,
+    write_library,
+    write_run,
+    write_train,
+    zero_shot_metrics,
+)
 
 from mol.base import UserError
 from mol.plan.build import plan
 from mol.plan.experiments import PAPER
+from mol.plan.spec import ZeroShotSpec
 from mol.report.markup import csv_cell, markdown, tex
 from mol.report.number import like, signed
 from mol.report.tables import write_tables
@@ -102,7 +111,7 @@ def test_a_table_is_laid_out_as_printed_with_ours_beside(suite):
     ]
     assert rows[0][1:3] == ["1", "30.00 ± 0.05"]
     assert rows[0][3] == "40.00"
-    assert rows[0][4] == r"+10.00 (+0.288 nat) \[smoke\]"
+    assert rows[0][4] == ""  # another width and vocabulary: nothing to subtract
     assert rows[0][5] == "not run at paper scale"
 
 
@@ -120,6 +129,65 @@ def test_without_any_run_every_table_still_renders(tmp_path):
     text = (tmp_path / "tables" / "table01.md").read_text()
     assert "4 measured cells, 4 without a figure of ours. Verdicts: 4 not run." in text
     assert "smoke" not in text
+
+
+def test_proxy_perplexities_differ_in_nats_and_are_labeled(suite):
+    for planned in plan("proxy", folder=suite.paper):
+        if planned.spec.condition == "plain":
+            write_train(suite.runs, planned.spec, math.log(33.0))
+    text = suite()["table01.md"]
+    header, _, row, *_ = grid(text)
+    assert header[3:6] == ["PPL smoke", "PPL proxy", "PPL difference"]
+    assert row[3:6] == ["40.00", "33.00", r"+0.095 nat \[proxy\]"]
+    assert "At scale proxy a difference of perplexities is given in nats" in text
+    plain = list(csv.DictReader(suite()["table01.csv"].splitlines()))[1]
+    assert plain["difference"] == ""
+    assert float(plain["difference_nats"]) == pytest.approx(math.log(33 / 30), rel=1e-5)
+
+
+def test_a_row_that_was_not_run_says_why(suite):
+    spec = next(p.spec for p in plan("paper", folder=suite.paper) if p.spec.condition == "plain")
+    reason = "out of memory (three times), and no larger GPU was at hand"
+    record = record_of(spec, [], status="not run", reason=reason)
+    write_run(suite.runs, record.model_copy(update={"metrics": ()}))
+    for folder in (suite.runs / "smoke").iterdir():
+        (folder / "record.json").unlink()
+    text = suite()["table01.md"]
+    assert grid(text)[2][-1] == "not run: out of memory, and no larger GPU was at hand"
+    assert suite()["table02.md"].count("not run: needs H200") == 1
+
+
+def zero_shot_cell(task):
+    return cell(
+        f"t1-{task}", "1", task, "acc", "25.0", condition="plain", metric="acc", unit="%",
+        labels=f"task={task}", **ONE,
+    )  # fmt: skip
+
+
+def test_scoring_details_stand_once_below_and_reasons_in_their_row(suite):
+    write_paper(suite.paper, [*CELLS, *map(zero_shot_cell, ("piqa", "mmlu", "truthfulqa_mc1"))])
+    spec = ZeroShotSpec(
+        scale="smoke", condition="plain", train_run="plain", tasks=("piqa", "mmlu"), seed=1
+    )
+    notes = (
+        "piqa: task version 1, definition abc, 8 items",
+        "items piqa: 1,838 rows, 445a",
+        "truthfulqa_mc1: not run, items only from the hub (its name) or a given file",
+    )
+    write_run(suite.runs, record_of(spec, zero_shot_metrics(spec), notes=notes))
+    text = suite()["table01.md"]
+    assert text.count("definition abc") == text.count("445a") == 1
+    assert (
+        "- Scored at scale smoke with:\n  - piqa: task version 1, definition abc, 8 items" in text
+    )
+    (row,) = [row for row in grid(text) if row[0] == r"truthfulqa\_mc1"]
+    assert row[-1] == "not run: items only from the hub or a given file"
+    assert not [line for line in text.splitlines() if "not run," in line and line[:3] == "  -"]
+
+
+def test_smoke_footnotes_say_once_why_nothing_is_subtracted(suite):
+    text = suite()["table01.md"]
+    assert text.count("No difference is given for figures at scale smoke") == 1
 
 
 def test_footnotes_name_the_text_and_the_machine_of_each_row(suite):
@@ -152,7 +220,7 @@ def test_csv_has_one_line_a_printed_cell(suite):
     ]
     plain = rows[1]
     assert (plain["reported"], plain["smoke"], plain["paper"]) == ("30.00 ± 0.05", "40.00", "")
-    assert float(plain["difference_nats"]) == pytest.approx(math.log(40 / 30), rel=1e-5)
+    assert (plain["difference"], plain["difference_nats"]) == ("", "")
     assert plain["hardware"] == "Made-up CPU"
 
 
