@@ -1,6 +1,16 @@
 # The database and everything rendered from it.
 
+from mol.base import read_toml
+from mol.plan.experiments import PAPER
+
 TABLES = [f"paper_tables/table{number:02}.{end}" for number in range(1, 15) for end in ("md", "csv", "tex")]
+
+# Read here without the drawing code: importing matplotlib would slow every call.
+FIGURES = [
+    f"figures/{figure['id']}_{SCALE}.{end}"
+    for figure in read_toml(PAPER / "figures.toml")["figures"]
+    for end in ("svg", "png")
+]
 
 
 rule database:
@@ -19,6 +29,7 @@ rule report:
         code=HASHES["report"],
     output:
         TABLES,
+        FIGURES,
         "paper_tables/index.html",
     shell:
         "{MOL} report"
@@ -39,6 +50,7 @@ rule paper_tables:
         wanted(),  # named here too, so that a run deleted by hand comes back
         "paper_tables/index.html",
         TABLES,
+        FIGURES,
         "results/.tracked" if CONFIG.tracking else [],
 
 

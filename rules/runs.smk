@@ -31,6 +31,7 @@ rule zero_shot:
     output:
         f"{RUN}/config.json",
         f"{RUN}/record.json",
+        f"{RUN}/samples.parquet",
     wildcard_constraints:
         run_id=one_of(run_ids("zeroshot")),
     threads: 1

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from collections import Counter
 
 import pytest
@@ -48,12 +49,16 @@ def finished(tmp_path_factory):
     outputs = [f"paper_tables/table{n:02}.{e}" for n in range(1, 15) for e in ("md", "csv", "tex")]
     outputs += ["paper_tables/index.html", "results/mol.duckdb", "results/.tracked"]
     outputs.append("results/data/zero_shot/items.json")
+    figures = tomllib.loads((ROOT / "mol/paper/figures.toml").read_text())["figures"]
+    outputs += [f"figures/{figure['id']}_smoke.{e}" for figure in figures for e in ("svg", "png")]
     for run in plan("smoke"):
         folder_of_run = f"results/runs/smoke/{run.run_id}"
         names = ["config.json", "record.json"]
         if run.spec.kind == "train":
             names += ["curve.parquet", "model.safetensors"]
             outputs.append(f"results/data/smoke/{run.spec.data.folder}/meta.json")
+        elif run.spec.kind == "zeroshot":
+            names.append("samples.parquet")
         outputs += [f"{folder_of_run}/{name}" for name in names]
     stamp = time.time() - 1000
     for path in folder.rglob("*"):
@@ -62,7 +67,8 @@ def finished(tmp_path_factory):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
-        rank = 4 if "paper_tables" in name else 3 if name.count("/") == 1 else 2
+        rank = 3 if name.count("/") == 1 else 2
+        rank = 4 if name.startswith(("paper_tables", "figures")) else rank
         rank = 1 if name.startswith("results/data") else rank
         if "zeroshot-" in name:
             rank = 2.5
@@ -134,6 +140,22 @@ def test_a_lost_record_reruns_that_run_and_the_report(project):
     (project / f"results/runs/smoke/{run.run_id}/record.json").unlink()
     jobs = dry_run(project, "paper_tables")
     assert jobs["train"] == 1 and jobs["database"] == 1 and jobs["report"] == 1
+
+
+@pytest.mark.parametrize(
+    "lost", ["figures/table02_smoke.svg", "figures/table12_smoke.png", "paper_tables/table07.tex"]
+)
+def test_a_lost_figure_or_table_is_drawn_again(project, lost):
+    (project / lost).unlink()
+    assert dry_run(project, "paper_tables") == {"report": 1, "paper_tables": 1}
+
+
+def test_lost_zero_shot_samples_are_scored_again(project):
+    run = next(run for run in plan("smoke") if run.spec.kind == "zeroshot")
+    (project / f"results/runs/smoke/{run.run_id}/samples.parquet").unlink()
+    # The record is what the target asks for, so the file is asked for by name.
+    jobs = dry_run(project, f"results/runs/smoke/{run.run_id}/samples.parquet")
+    assert jobs == {"zero_shot": 1}
 
 
 def test_a_wrong_configuration_stops_with_the_key(project):
