@@ -1,6 +1,7 @@
 # Everything from text to tables: `snakemake --cores all paper_tables`.
 # One experiment: `snakemake --cores all E06`. Configuration: config/config.yaml.
 
+
 configfile: "config/config.yaml"
 
 

@@ -48,7 +48,7 @@ def test_parameters_tags_and_metrics_are_those_of_the_record(tracked):
     folder, _, (spec, _), _ = tracked
     (uuid,) = query(folder, "SELECT run_uuid FROM runs WHERE name = ?", spec.run_id)[0]
     params = dict(query(folder, "SELECT key, value FROM params WHERE run_uuid = ?", uuid))
-    assert params["optim.steps"] == "30" and params["model.layer.kind"] == "dense"
+    assert params["optim.steps"] == str(spec.optim.steps) and params["model.layer.kind"] == "dense"
     tags = dict(query(folder, "SELECT key, value FROM tags WHERE run_uuid = ?", uuid))
     assert (tags["scale"], tags["seed"], tags["condition"]) == ("smoke", "1", "plain")
     assert tags["hardware"] == "1 x Made-up CPU" and tags["git_commit"] == "0" * 40
