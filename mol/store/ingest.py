@@ -15,7 +15,8 @@ from mol.plan.experiments import Paper, load_experiments
 from mol.store.matrix import matrix_rows
 from mol.store.membership import experiments_of
 from mol.store.paper import insert, insert_paper, insert_verdicts
-from mol.store.read import Found, Refusal, metric_rows, read_folders, run_row
+from mol.store.read import Found, Refusal, metric_rows, run_row
+from mol.store.twins import read_runs
 
 SCHEMA = Path(__file__).with_name("schema.sql")
 BATCH = 500  # runs inserted at a time, which bounds the memory that curves take
@@ -24,8 +25,7 @@ BATCH = 500  # runs inserted at a time, which bounds the memory that curves take
 def build(db_path: Path, runs_root: Path, records_root: Path, paper_folder: Path) -> list[Refusal]:
     """Write `db_path` from every record below the two folders and the paper's own data.
 
-    Returns what was refused, each also a row of table `refused` and a line on stderr. A run
-    found twice is kept once: local runs come first, then shipped records, each by path.
+    Returns what was refused, each also a row of table `refused` and a line on stderr.
     """
     db_path, paper_folder = Path(db_path), Path(paper_folder)
     db_path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,22 +51,15 @@ def _insert_runs(
     database: duckdb.DuckDBPyConnection, runs_root: Path, records_root: Path, paper: Paper
 ) -> list[Refusal]:
     refused: list[Refusal] = []
-    seen: dict[str, str] = {}
     waiting: list[Found] = []
-    for root, placed in ((runs_root, True), (records_root, False)):
-        for found in read_folders(root, placed=placed):
-            if isinstance(found, Refusal):
-                refused.append(found)
-            elif found.record.run_id in seen:
-                first = seen[found.record.run_id]
-                reason = f"is run {found.record.run_id} again; it was read from {first}: delete one"
-                refused.append(Refusal(file=f"{found.source}/record.json", reason=reason))
-            else:
-                seen[found.record.run_id] = found.source
-                waiting.append(found)
-            if len(waiting) == BATCH:
-                refused += _insert_batch(database, waiting, paper)
-                waiting = []
+    for found in read_runs(runs_root, records_root):
+        if isinstance(found, Refusal):
+            refused.append(found)
+            continue
+        waiting.append(found)
+        if len(waiting) == BATCH:
+            refused += _insert_batch(database, waiting, paper)
+            waiting = []
     return refused + _insert_batch(database, waiting, paper)
 
 
@@ -78,19 +71,24 @@ def _insert_batch(
         database,
         "run_experiments",
         [
-            {"run_id": found.record.run_id, "experiment": experiment}
+            {"run_id": found.run_id, "experiment": experiment}
             for found in batch
             for experiment in experiments_of(found.record.spec, paper)
         ],
     )
-    insert(database, "metrics", [row for found in batch for row in metric_rows(found.record)])
+    insert(database, "metrics", [row for found in batch for row in metric_rows(found)])
     insert(
         database,
         "protocols",
-        [row for found in batch if found.matrix for row in matrix_rows(found.matrix)],
+        [
+            row | {"run_id": found.run_id}
+            for found in batch
+            if found.matrix
+            for row in matrix_rows(found.matrix)
+        ],
     )
     tables = [
-        found.curve.add_column(0, "run_id", pa.array([found.record.run_id] * len(found.curve)))
+        found.curve.add_column(0, "run_id", pa.array([found.run_id] * len(found.curve)))
         for found in batch
         if found.curve is not None
     ]
@@ -110,5 +108,5 @@ def _insert_batch(
     return [
         Refusal(file=f"{found.source}/curve.parquet", reason=reason)
         for found in batch
-        if found.record.run_id in names
+        if found.run_id in names
     ]

@@ -76,17 +76,6 @@ def insert_paper(database: duckdb.DuckDBPyConnection, folder: Path) -> None:
         insert(database, "checks", list(_check_rows(folder)))
 
 
-def _check_rows(folder: Path) -> Iterable[dict]:
-    judged = check_paper(load_paper(folder))
-    for check, row in zip(load_checks(folder), judged, strict=True):
-        yield {
-            **row.model_dump(mode="json", exclude={"id", "inputs"}),
-            "check_id": row.id,
-            "cell_id": check.of or None,
-            "inputs": canonical_json([source.model_dump() for source in row.inputs]),
-        }
-
-
 def insert_verdicts(database: duckdb.DuckDBPyConnection, folder: Path) -> None:
     """Judge the paper's cells and claims by the runs that are in the database already."""
     paper, plan, runs = load_paper(folder), load_experiments(folder), load_runs(database)

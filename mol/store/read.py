@@ -20,13 +20,15 @@ CURVE = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A readable run: its record, its curve and protocol matrix where it has them, and its
-    place under results/."""
+    """A readable run: its name in the database, its record, its curve and protocol matrix where
+    it has them, its place under results/ and its notes."""
 
+    run_id: str
     record: Record
     curve: pa.Table | None
     matrix: Matrix | None
     source: str
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,10 @@ def read_folders(root: Path, *, placed: bool) -> Iterator[Found | Refusal]:
                 file = name.replace("record.json", MATRIX)
                 yield Refusal(file=file, reason=str(error).removeprefix(f"{folder / MATRIX}: "))
         source = name.removesuffix("/record.json")
-        yield Found(record=record, curve=curve, matrix=matrix, source=source)
+        yield Found(
+            run_id=record.run_id, record=record, curve=curve, matrix=matrix, source=source,
+            notes=record.notes,
+        )  # fmt: skip
 
 
 def _naive_utc(moment: datetime) -> datetime:
@@ -112,7 +117,7 @@ def run_row(found: Found) -> dict:
     """The row of table `runs`."""
     record, spec = found.record, found.record.spec
     return {
-        "run_id": record.run_id,
+        "run_id": found.run_id,
         "kind": spec.kind,
         "scale": spec.scale,
         "condition": spec.condition,
@@ -134,19 +139,19 @@ def run_row(found: Found) -> dict:
         "spec": canonical_json(spec),
         "versions": canonical_json(record.provenance.versions),
         "data": canonical_json(record.provenance.data),
-        "notes": canonical_json(list(record.notes)),
+        "notes": canonical_json(list(found.notes)),
         "source": found.source,
     }
 
 
-def metric_rows(record: Record) -> list[dict]:
+def metric_rows(found: Found) -> list[dict]:
     """The rows of table `metrics`."""
     rows = []
-    for metric in record.metrics:
+    for metric in found.record.metrics:
         protocol = metric.protocol.model_dump() if metric.protocol else {}
         rows.append(
             {
-                "run_id": record.run_id,
+                "run_id": found.run_id,
                 **metric.model_dump(exclude={"protocol", "labels"}),
                 **{
                     key: protocol.get(key)

@@ -16,7 +16,8 @@ from typing import Any
 from mol.base import canonical_json, digest
 from mol.plan.experiments import PAPER, load_experiments
 from mol.store.membership import experiments_of
-from mol.store.read import Found, read_folders
+from mol.store.read import Found
+from mol.store.twins import read_runs
 
 MAX_METRICS, MAX_PARAMS = 1000, 100  # of one MLflow batch
 OTHER = "other"  # runs whose condition no experiment lists
@@ -31,12 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = [
-        found
-        for root, placed in ((args.runs, True), (args.records, False))
-        for found in read_folders(root, placed=placed)
-        if isinstance(found, Found)
-    ]
+    found = [found for found in read_runs(args.runs, args.records) if isinstance(found, Found)]
     paper = load_experiments(args.paper)
     report = {"mlflow": str(args.mlflow), "records": len(found)}
     try:
@@ -84,11 +80,11 @@ def mirror(path: Path, runs: list[tuple[Found, list[str]]]) -> dict[str, int]:
         present = _present(client, experiment_id)
         for found in wanted[name]:
             version = digest(found.record, 16)
-            if present.get(found.record.run_id, ("", ""))[1] == version:
+            if present.get(found.run_id, ("", ""))[1] == version:
                 counts["kept"] += 1
                 continue
-            if found.record.run_id in present:
-                client.delete_run(present[found.record.run_id][0])
+            if found.run_id in present:
+                client.delete_run(present[found.run_id][0])
             _log(client, experiment_id, found, version)
             counts["added"] += 1
     return counts
@@ -134,10 +130,10 @@ def _log(client: Any, experiment_id: str, found: Found, version: str) -> None:
     record = found.record
     spec, hardware = record.spec, record.hardware
     start, end = (int(t.timestamp() * 1000) for t in (record.started, record.finished))
-    run = client.create_run(experiment_id, start_time=start, run_name=record.run_id)
+    run = client.create_run(experiment_id, start_time=start, run_name=found.run_id)
     params = [Param(name, text[:6000]) for name, text in flatten(spec.model_dump(mode="json"))]
     tags = {
-        "run_id": record.run_id, "record": version, "scale": spec.scale, "kind": spec.kind,
+        "run_id": found.run_id, "record": version, "scale": spec.scale, "kind": spec.kind,
         "condition": spec.condition, "seed": str(spec.seed), "status": record.status,
         "hardware": f"{hardware.count} x {hardware.name}",
         "git_commit": record.provenance.git_commit or "unknown",

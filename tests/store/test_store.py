@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from made_up_paper import write_paper
-from synthetic import curve_of, record_of, train_metrics, write_run, write_train
+from synthetic import CPU, H200, curve_of, record_of, train_metrics, write_run, write_train
 
 from mol.cli import main
 from mol.plan.build import plan
@@ -59,7 +59,8 @@ def test_build_holds_every_run_with_its_metrics_and_curve(place):
     )
     curve = curve_of(spec, 3.0)
     assert len(points) == len(curve) / 4
-    assert points[-1] == (30, 30 * spec.optim.batch_size * 64)
+    steps = spec.optim.steps
+    assert points[-1] == (steps, steps * spec.optim.batch_size * 64)
     experiments = place.query("SELECT experiment, count(*) FROM run_experiments GROUP BY 1")
     assert experiments == [("X1", 5)]
 
@@ -141,18 +142,66 @@ def test_a_faulty_curve_is_refused_alone(place, fault):
     assert place.query("SELECT count(*) FROM runs") == [(5,)]
 
 
-def test_the_second_of_two_equal_runs_is_refused(place):
+def ship(place, spec, nll, folder, hardware=CPU):
+    record = record_of(spec, train_metrics(spec, nll), hardware=hardware)
+    return write_run(place.records / folder, record, curve_of(spec, nll))
+
+
+def losses(place, spec):
+    """Name in the database -> validation loss, and the last point of its curve."""
+    return {
+        name: (loss, point)
+        for name, loss, point in place.query(
+            "SELECT run_id, metrics.value, (SELECT min(value) FROM curves WHERE curves.run_id = "
+            "runs.run_id AND name = 'validation_nll') FROM runs JOIN metrics USING (run_id) WHERE "
+            f"starts_with(run_id, '{spec.run_id}') AND name = 'nll' AND split = 'validation'"
+        )
+    }
+
+
+def test_an_own_run_takes_the_place_of_the_shipped_one_of_the_same_machine(place):
     spec = place.specs[0]
-    shipped = record_of(spec, train_metrics(spec, 9.0))
-    folder = write_run(place.records / "cpu", shipped, curve_of(spec, 9.0))
-    (refusal,) = place.build()
-    assert refusal.file == f"records/cpu/smoke/{spec.run_id}/record.json"
-    assert f"runs/smoke/{spec.run_id}" in refusal.reason
-    kept = place.query(
-        f"SELECT max(value) FROM metrics WHERE run_id = '{spec.run_id}' AND name = 'nll'"
-    )
-    assert kept == [(3.0,)]
+    folder = ship(place, spec, 9.0, "made-up-cpu")
+    assert place.build() == []
+    assert losses(place, spec) == {spec.run_id: (3.0, pytest.approx(3.0))}
+    ((notes,),) = place.query(f"SELECT notes FROM runs WHERE run_id = '{spec.run_id}'")
+    assert json.loads(notes) == ["takes the place of a shipped record (records/made-up-cpu)"]
+    assert place.query("SELECT count(*) FROM runs") == [(5,)]
     assert folder.exists()
+
+
+def test_shipped_records_of_other_machines_stand_beside_the_own_run(place):
+    spec, alone = place.specs[0], place.specs[5]
+    ship(place, spec, 9.0, "nvidia h200", H200)
+    ship(place, spec, 8.0, "nvidia-h200-x4", H200.model_copy(update={"count": 4}))
+    ship(place, alone, 7.0, "nvidia h200", H200)
+    assert place.build() == []
+    assert losses(place, spec) == {
+        spec.run_id: (3.0, pytest.approx(3.0)),
+        f"{spec.run_id}@nvidia-h200": (9.0, pytest.approx(9.0)),
+        f"{spec.run_id}@nvidia-h200-x4": (8.0, pytest.approx(8.0)),
+    }
+    assert losses(place, alone) == {alone.run_id: (7.0, pytest.approx(7.0))}
+    experiments = place.query(
+        f"SELECT count(*) FROM run_experiments WHERE starts_with(run_id, '{spec.run_id}')"
+    )
+    assert experiments == [(3,)]
+
+
+def test_of_two_shipped_copies_the_second_is_refused(place):
+    spec, other = place.specs[0], place.specs[5]
+    for condition, name in ((spec, "h200"), (other, "a")):
+        ship(place, condition, 9.0, name, H200)
+        ship(place, condition, 8.0, f"{name}-again", H200)
+    refused = {refusal.file: refusal.reason for refusal in place.build()}
+    assert refused.keys() == {
+        f"records/h200-again/smoke/{spec.run_id}/record.json",
+        f"records/a-again/smoke/{other.run_id}/record.json",
+    }
+    for reason in refused.values():
+        assert "again; it was read from records/" in reason and "delete one" in reason
+    assert losses(place, spec).keys() == {spec.run_id, f"{spec.run_id}@h200"}
+    assert losses(place, other) == {other.run_id: (9.0, pytest.approx(9.0))}
 
 
 def test_a_linked_record_is_refused(place, tmp_path):
