@@ -13,9 +13,38 @@ FIGURES = [
 ]
 
 
+# Scored on demand, `snakemake protocols`: not a part of paper_tables. A matrix that is there
+# follows its run, since one of other weights would be refused.
+MATRICES = [
+    f"results/runs/{SCALE}/{run_id}/protocols.json"
+    for run_id in dict.fromkeys(run_ids("train", "E05") + run_ids("train", "E06"))
+    if SPECS[run_id].seed == load_experiments().seeds[0]
+]
+
+
+rule protocol_matrix:
+    input:
+        spec=f"results/specs/{SCALE}/{{run_id}}.json",
+        record=f"{RUN}/record.json",
+        code=HASHES["protocols"],
+    output:
+        f"{RUN}/protocols.json",
+    wildcard_constraints:
+        run_id=one_of(run_ids("train")),
+    threads: 1
+    shell:
+        "{MOL} eval --spec {input.spec} --protocols --save > /dev/null"
+
+
+rule protocols:
+    input:
+        MATRICES,
+
+
 rule database:
     input:
         wanted(),
+        lambda wildcards: [matrix for matrix in MATRICES if Path(matrix).is_file()],
         code=HASHES["store"],
     output:
         "results/mol.duckdb",

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import time
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -17,13 +19,16 @@ from mol.evaluate.perplexity import (
     scoring_batch,
     text_size,
 )
+from mol.evaluate.protocols import matrix_of
 from mol.evaluate.windows import real_stream, stream_windows
 from mol.model.transformer import LanguageModel
 from mol.plan.select import add_run_arguments, corpus_folder, run_folder, selected_spec
-from mol.store.record import Metric
+from mol.plan.spec import TrainSpec
+from mol.store.matrix import Matrix, save_matrix
+from mol.store.record import Metric, Record, load_record
 from mol.train.checkpoint import load_weights
-from mol.train.environment import pick_device
-from mol.train.run import tokenizer_name
+from mol.train.environment import hardware, pick_device, provenance
+from mol.train.run import data_hashes, tokenizer_name
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +42,28 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "left out: the sequences the run was trained on",
     )
     parser.add_argument("--context", type=int, help="window length, with --stride")
+    parser.add_argument(
+        "--protocols",
+        action="store_true",
+        help="score under every protocol: PAD, layout, context, stride, end-of-text, raw text; "
+        "the text is that of the run's own evaluation unless --limit says otherwise",
+    )
+    parser.add_argument(
+        "--save", action="store_true", help="with --protocols: write protocols.json for the store"
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", action="store_true", help="print a list of metrics")
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.context and not args.stride:
+        raise UserError("--context goes with --stride")
+    if args.protocols and args.stride:
+        raise UserError("--protocols takes every context and stride; leave --stride out")
+    if args.save and not args.protocols:
+        raise UserError("--save goes with --protocols; a run's own figures are in its record")
+    if args.limit is not None and args.limit < 1:
+        raise UserError(f"--limit {args.limit}: must be at least 1")
 
 
 def _strided(model, corpus, spec, args, device, tokenizer) -> list[Metric]:
@@ -57,12 +82,41 @@ def _strided(model, corpus, spec, args, device, tokenizer) -> list[Metric]:
     return perplexity_metrics(tally, text_size(corpus, targets), protocol)
 
 
+def _every_protocol(
+    model, corpus: Path, spec: TrainSpec, args: argparse.Namespace, device: torch.device
+) -> tuple[list[Metric], list[str]]:
+    """Rows of the matrix and what to say below them; with --save also written to the run."""
+    folder = run_folder(args.results, spec)
+    record = _record(folder) if args.save else None
+    start = time.monotonic()
+    limit = args.limit or spec.evaluation.final_sequences
+    rows, no_raw_text = matrix_of(
+        model, corpus, spec.seq_len, args.split, limit, device, spec.precision == "bf16"
+    )
+    notes = [f"raw text: {no_raw_text}"] if no_raw_text else []
+    if record:
+        matrix = Matrix(
+            run_id=record.run_id,
+            trained=record.finished,
+            seconds=time.monotonic() - start,
+            hardware=hardware(device),
+            provenance=provenance("protocols", data_hashes(load_meta(corpus))),
+            rows=tuple(rows),
+            no_raw_text=no_raw_text,
+        )
+        notes.append(f"written to {save_matrix(folder, matrix)}")
+    return rows, notes
+
+
+def _record(folder: Path) -> Record:
+    if not (folder / "record.json").is_file():
+        raise UserError(f"{folder / 'record.json'}: missing; --save needs a finished run")
+    return load_record(folder / "record.json")
+
+
 def run(args: argparse.Namespace) -> int:
     spec = selected_spec(args, "train")
-    if args.context and not args.stride:
-        raise UserError("--context goes with --stride")
-    if args.limit is not None and args.limit < 1:
-        raise UserError(f"--limit {args.limit}: must be at least 1")
+    _check(args)
     corpus = corpus_folder(args.results, spec.scale, spec.data.folder)
     meta = load_meta(corpus)
     device = pick_device(args.device)
@@ -70,7 +124,10 @@ def run(args: argparse.Namespace) -> int:
         model = LanguageModel(spec.model)
     load_weights(run_folder(args.results, spec), model, meta.tokenizer_sha256)
     tokenizer = tokenizer_name(meta)
-    if args.stride:
+    notes: list[str] = []
+    if args.protocols:
+        metrics, notes = _every_protocol(model, corpus, spec, args, device)
+    elif args.stride:
         metrics = _strided(model, corpus, spec, args, device, tokenizer)
     else:
         metrics = evaluate_split(
@@ -88,23 +145,22 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([metric.model_dump(mode="json") for metric in metrics], indent=1))
         return 0
-    table = Table(title=f"{spec.run_id}, {args.split}")
-    for heading in (
-        "metric",
-        "value",
-        "± stderr",
-        "n",
-        "unit",
-        "PAD",
-        "layout",
-        "context",
-        "stride",
-    ):
+    _print(f"{spec.run_id}, {args.split}", metrics, notes)
+    return 0
+
+
+def _print(title: str, metrics: list[Metric], notes: list[str]) -> None:
+    table = Table(title=title)
+    protocol = ("PAD", "layout", "context", "stride", "eos", "text")
+    for heading in ("metric", "value", "± stderr", "n", "unit", *protocol, "note"):
         table.add_column(heading)
     for m in metrics:
         p = m.protocol
-        rule = (p.pad, p.layout, str(p.context), str(p.stride)) if p else ("", "", "", "")
+        rule = (p.pad, p.layout, str(p.context), str(p.stride), p.eos, p.text) if p else [""] * 6
         error = f"{m.stderr:.4g}" if m.stderr else ""
-        table.add_row(m.name, f"{m.value:.4f}", error, str(m.n or ""), m.unit, *rule)
-    Console().print(table)
-    return 0
+        note = getattr(m, "note", "")
+        table.add_row(m.name, f"{m.value:.4f}", error, str(m.n or ""), m.unit, *rule, note)
+    console = Console()
+    console.print(table)
+    for note in notes:
+        console.print(note)

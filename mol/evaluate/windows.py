@@ -42,3 +42,16 @@ def stream_windows(
         yield window[:-1], window[1:], scored
         scored_to = end
         windows += 1
+
+
+def piece_windows(
+    piece: np.ndarray, context: int, stride: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """`stream_windows` of one text read alone. A piece shorter than a window gives one, filled up
+    with token 0 at its end, which no earlier position sees and nothing scores."""
+    missing = context + 1 - len(piece)
+    if missing <= 0:
+        yield from stream_windows(piece, context, stride)
+    elif len(piece) > 1:
+        window = torch.from_numpy(np.pad(piece, (0, missing)))
+        yield window[:-1], window[1:], torch.arange(context) < len(piece) - 1

@@ -11,7 +11,7 @@ from typing import Literal
 from mol.base import write_atomic
 
 ROOT = Path(__file__).parents[2]
-Group = Literal["data", "train", "zeroshot", "bench", "store", "report"]
+Group = Literal["data", "train", "zeroshot", "bench", "protocols", "store", "report"]
 
 # Command lines and listings read results or parse arguments; they do not decide numbers.
 _SKIP = ("command.py", "counts.py", "selfcheck.py", "reference.py", "naive.py")
@@ -24,7 +24,10 @@ GROUPS: dict[Group, tuple[str, ...]] = {  # "!" takes files out again
         "mol/evaluate/**/*",
         "!mol/evaluate/perplexity.py",
         "!mol/evaluate/windows.py",
+        "!mol/evaluate/protocols.py",
     ),
+    # What a model decides is in its training run, on which a matrix of protocols depends.
+    "protocols": ("mol/evaluate/protocols.py", "mol/evaluate/windows.py", "mol/store/matrix.py"),
     "bench": (*_MODEL, "mol/bench/*.py"),
     # The database holds the verdicts, so what judges belongs to it.
     "store": (

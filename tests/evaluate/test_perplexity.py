@@ -199,7 +199,7 @@ def test_eval_command_scores_a_trained_run(corpus, tmp_path, capsys):
     (nll, *_) = json.loads(capsys.readouterr().out)
     assert nll["protocol"] == {
         "tokenizer": f"bpe:{meta.tokenizer_sha256[:12]}", "pad": "none", "layout": "stream",
-        "context": 15, "stride": 5, "split": "test",
+        "context": 15, "stride": 5, "split": "test", "eos": "as_prepared", "text": "prepared",
     }  # fmt: skip
     assert nll["n"] == len(real_stream(folder, "test")) - 1
     assert main([*call, "--stride", "99"]) == 2

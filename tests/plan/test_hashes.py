@@ -21,6 +21,8 @@ def tree(tmp_path):
         ("mol/train/loop.py", {"train"}),
         ("mol/data/packing.py", {"data"}),
         ("mol/report/tables.py", {"report"}),
+        ("mol/evaluate/protocols.py", {"protocols"}),
+        ("mol/evaluate/zero_shot.py", {"zeroshot"}),
         ("mol/bench/prefill.py", {"bench"}),
         ("mol/cli.py", set()),
         ("mol/plan/build.py", set()),
