@@ -1,14 +1,18 @@
 """What the benchmark programs share: random weights and tokens, the outcome, a full GPU."""
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from mol.model.config import ModelConfig
 from mol.model.transformer import LanguageModel
+from mol.ops.tracing import compiled
 from mol.store.record import Metric
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -34,6 +38,38 @@ def random_ids(vocab_size: int, shape: tuple[int, ...], device: torch.device, se
     """Uniform token ids, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocab_size, shape, generator=generator).to(device)
+
+
+@contextmanager
+def layers_compiled(model: LanguageModel, device: torch.device) -> Iterator[None]:
+    """Inside, layers run through torch.compile on a GPU: one trace serves all layers of a kind
+    and all lengths. On a CPU nothing changes: a trace takes longer than what is timed there."""
+    if device.type != "cuda":
+        yield
+        return
+    torch._dynamo.config.recompile_limit = 32  # kinds of layer, of block and of batch
+    for layer in model.layers:
+        layer.forward = compiled(layer.forward, dynamic=True)
+        layer.step = compiled(layer.step)
+    try:
+        yield
+    finally:
+        for layer in model.layers:
+            del layer.forward, layer.step  # uncovers the methods of the class
+
+
+def attention_backend(heads: int, width: int, length: int, device: torch.device, dtype: str) -> str:
+    """Which of its back ends torch takes for causal attention of this shape, by its own name."""
+    q = torch.empty(1, heads, length, width, device=device, dtype=DTYPES[dtype])
+    return SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name.lower()
+
+
+def without_tuning_by_length() -> None:
+    """Give flash-linear-attention's L2 norm one launch shape. It would be tuned anew, 25 kernels
+    compiled, for every length that it meets; the norm is a small part of the time. Has to
+    be called before that package is first used."""
+    os.environ.setdefault("FLA_CACHE_MODE", "default")
+    os.environ.setdefault("FLA_CONFIG_DIR", str(Path(__file__).parent / "fla"))
 
 
 @contextmanager

@@ -1,8 +1,17 @@
 """Table 12 and Appendix H: milliseconds to decode a token, with a cache and without."""
 
-import torch
+from collections.abc import Callable
 
-from mol.bench.common import Outcome, out_of_memory_noted, random_ids, random_model
+import torch
+from torch import Tensor
+
+from mol.bench.common import (
+    Outcome,
+    layers_compiled,
+    out_of_memory_noted,
+    random_ids,
+    random_model,
+)
 from mol.bench.config import DecodeBench
 from mol.bench.timing import interleave
 from mol.model.attention import KVCache
@@ -10,6 +19,7 @@ from mol.model.config import ModelConfig
 from mol.model.delta import DeltaCache
 from mol.model.split_stage import StageCache
 from mol.model.transformer import Cache, LanguageModel
+from mol.ops.graph import Captured
 
 
 def filled_cache(model: LanguageModel, batch: int, context: int, room: int) -> Cache:
@@ -49,13 +59,26 @@ def run(spec: DecodeBench, device: torch.device, seed: int) -> Outcome:
     With a cache the context grows by one a call, as in generation, and tokens are random, so
     that routed blocks change from call to call. Without one (at the shortest context only) a
     call runs the whole context and takes the last position's logits; the two are timed in turn.
+    On a GPU both are compiled and captured as CUDA graphs; a call copies the ids and replays.
     """
     metrics, notes = [], []
     for name, config in spec.models.items():
         found = _one_model(spec, name, config, device, seed)
         metrics += found.metrics
         notes += found.notes
+    if device.type == "cuda":
+        notes.append(
+            "CUDA graph: each timed call copies the ids and replays one graph of the whole step, "
+            "its layers compiled; the position and the cache advance on the device"
+        )
     return Outcome(metrics, notes)
+
+
+def graphed_step(model: LanguageModel, cache: Cache, ids_B: Tensor) -> Captured:
+    """`model.step` on `cache` as a CUDA graph of the ids; warming up feeds `Captured.WARMUP`
+    tokens, for which the cache needs room."""
+    cache.position = torch.tensor([cache.position], device=ids_B.device)
+    return Captured(lambda ids_B: model.step(ids_B, cache), ids_B)
 
 
 def _one_model(
@@ -68,22 +91,34 @@ def _one_model(
     ids_CB = random_ids(config.vocab_size, (calls, spec.batch_size), device, seed)
     for context in spec.contexts:
         labels = {"model": name, "context": context, "batch": spec.batch_size}
-        ids_BT = random_ids(config.vocab_size, (spec.batch_size, context), device, seed)
-        with torch.no_grad(), out_of_memory_noted(notes, f"{name}, context {context}"):
-            cache = filled_cache(model, spec.batch_size, context, room=calls)
-            tokens = iter(ids_CB)
-
-            def cached(tokens=tokens, cache=cache):
-                return model.step(next(tokens), cache)
-
-            def whole(ids_BT=ids_BT):
-                return model.logits(model(ids_BT).hidden[:, -1])
-
+        what = f"{name}, context {context}"
+        with torch.no_grad(), out_of_memory_noted(notes, what), layers_compiled(model, device):
             shortest = context == min(spec.contexts)
-            ways = {True: cached} | ({False: whole} if shortest else {})
+            ways = _ways(model, ids_CB, context, shortest, seed)
             timings = interleave(ways, spec.warmup, spec.repeats, device)
             for has_cache, timing in timings.items():
                 metrics.append(
                     timing.duration("decode_ms", "ms/token", labels | {"cache": has_cache})
                 )
     return Outcome(metrics, notes)
+
+
+def _ways(
+    model: LanguageModel, ids_CB: Tensor, context: int, uncached_too: bool, seed: int
+) -> dict[bool, Callable]:
+    """The calls to time, by whether they use a cache; each decodes the next row of `ids_CB`."""
+    calls, batch = ids_CB.shape
+    device, tokens = ids_CB.device, iter(ids_CB)
+    on_gpu = device.type == "cuda"
+    cache = filled_cache(model, batch, context, room=calls + on_gpu * Captured.WARMUP)
+    step = graphed_step(model, cache, ids_CB[0]) if on_gpu else lambda ids: model.step(ids, cache)
+    ways: dict[bool, Callable] = {True: lambda: step(next(tokens))}
+    if uncached_too:
+        ids_BT = random_ids(model.config.vocab_size, (batch, context), device, seed)
+
+        def whole(ids_BT: Tensor) -> Tensor:
+            return model.logits(model(ids_BT).hidden[:, -1])
+
+        run_whole = Captured(whole, ids_BT) if on_gpu else whole
+        ways[False] = lambda: run_whole(ids_BT)
+    return ways

@@ -1,14 +1,23 @@
 """Table 7: prompt tokens a second at batch 1, random weights."""
 
-from contextlib import nullcontext
-
 import torch
 
-from mol.bench.common import Outcome, out_of_memory_noted, random_ids, random_model
+from mol.bench.common import (
+    Outcome,
+    attention_backend,
+    layers_compiled,
+    out_of_memory_noted,
+    random_ids,
+    random_model,
+)
 from mol.bench.config import PrefillBench
 from mol.bench.paths import loop, stages_by
 from mol.bench.timing import measure, peak_memory
 from mol.model.config import ModelConfig
+from mol.ops.graph import Captured
+
+# Longer prompts keep the GPU busy without a graph, whose memory would not be shared.
+GRAPH_UP_TO = 32_768
 
 
 def paths_of(config: ModelConfig, wanted: tuple[str, ...]) -> tuple[str, ...]:
@@ -27,6 +36,11 @@ def run(spec: PrefillBench, device: torch.device, seed: int) -> Outcome:
         found = _one_model(spec, name, config, device, seed)
         metrics += found.metrics
         notes += found.notes
+    if device.type == "cuda":
+        notes.append(
+            f"layers compiled; up to {GRAPH_UP_TO} tokens a timed call replays a CUDA graph of the "
+            "whole pass; the block loop is neither compiled nor captured"
+        )
     return Outcome(metrics, notes)
 
 
@@ -44,10 +58,29 @@ def _one_model(
 
         for path in paths_of(config, spec.paths):
             labels = {"model": name, "length": length, "path": path}
-            by_path = stages_by(model, loop) if path == "loop" else nullcontext()
+            # The loop reads token counts on the host: neither compiled nor captured.
+            looped = path == "loop"
+            by_path = stages_by(model, loop) if looped else layers_compiled(model, device)
             what = f"{name}, {path}, {length} tokens"
             with torch.no_grad(), out_of_memory_noted(notes, what), by_path:
-                timing = measure(prefill, spec.warmup, spec.repeats, device)
+                captured = device.type == "cuda" and not looped and length <= GRAPH_UP_TO
+                call = Captured(prefill, ids_BT) if captured else prefill
+                timing = measure(
+                    lambda c=call, ids=ids_BT: c(ids), spec.warmup, spec.repeats, device
+                )
                 metrics.append(timing.rate("prefill_tokens_per_s", length, labels))
+                del call  # a graph keeps the memory of its intermediate results
                 metrics += peak_memory(prefill, device, labels)
+    if device.type == "cuda":
+        notes.append(f"{name}: {_backends(config, spec, device)}")
     return Outcome(metrics, notes)
+
+
+def _backends(config: ModelConfig, spec: PrefillBench, device: torch.device) -> str:
+    """Which attention ran in a full-width layer or in the shared blocks, at each length."""
+    layer = config.layer
+    width = layer.d_thin if layer.kind == "split" else config.d_model
+    shape = (layer.n_heads, width // layer.n_heads)
+    chosen = (attention_backend(*shape, n, device, spec.dtype) for n in spec.lengths)
+    names = ", ".join(f"{n}: {name}" for n, name in zip(spec.lengths, chosen, strict=True))
+    return f"torch's choice for causal attention with {shape[0]} heads of {shape[1]}, {names}"

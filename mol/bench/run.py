@@ -3,6 +3,7 @@
 import importlib
 from datetime import UTC, datetime
 
+from mol.bench.common import without_tuning_by_length
 from mol.plan.spec import BenchSpec
 from mol.store.record import Record
 from mol.train.environment import hardware, pick_device, provenance
@@ -17,6 +18,8 @@ def execute(spec: BenchSpec) -> Record:
     """Run a benchmark and describe it. Raises UserError if its device is absent."""
     bench = spec.bench
     device = pick_device(getattr(bench, "device", "cpu"))
+    if device.type == "cuda":
+        without_tuning_by_length()
     program = importlib.import_module(f"mol.bench.{bench.program}")
     started = datetime.now(UTC)
     outcome = program.run(bench, device, spec.seed)

@@ -13,12 +13,12 @@ d = M / H, E stacked blocks, S segments (block * B + sequence), L cache length.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mol.ops.attention import Rope, segment_attention
+from mol.ops.attention import Rope, cache_attention, segment_attention
 from mol.ops.dispatch import RoutePlan
 from mol.ops.grouped import grouped_mm
+from mol.ops.tracing import untraced
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Stackable(nn.Module):
         plan = RoutePlan.full(1, batch, length, x_BTM.device)
         return self.packed(x_BTM.reshape(-1, width), plan, rope, cache).view_as(x_BTM)
 
-    def step(self, x_BM: Tensor, rope: Rope, position: int, cache) -> Tensor:
+    def step(self, x_BM: Tensor, rope: Rope, position: int | Tensor, cache) -> Tensor:
         plan = RoutePlan.full(1, x_BM.shape[0], 1, x_BM.device)
         return self.packed_step(x_BM, plan, rope, position, cache)
 
@@ -110,27 +110,33 @@ class SoftmaxAttention(Stackable):
         )
 
     def packed_step(
-        self, x_NM: Tensor, plan: RoutePlan, rope: Rope, position: int, cache: KVCache
+        self, x_NM: Tensor, plan: RoutePlan, rope: Rope, position: int | Tensor, cache: KVCache
     ) -> Tensor:
         """One new row for each segment of `plan` (of length 1), all at `position`."""
-        _check_room(cache, position + 1)
+        room = cache.keys_SHLd.shape[2]
+        if isinstance(position, int):
+            _check_room(cache, position + 1)
         q, k, v = self._heads(x_NM, plan)
-        q, k = rope(q, position, position + 1), rope(k, position, position + 1)
-        segment_N, seen = plan.segment_N, position + 1  # no segment holds more rows than this
-        if plan.equal:
-            cache.keys_SHLd[:, :, position] = k
-            cache.values_SHLd[:, :, position] = v
-            keys, values, mask = cache.keys_SHLd[:, :, :seen], cache.values_SHLd[:, :, :seen], None
-        else:
-            used_N = cache.used_S[segment_N]
-            cache.keys_SHLd[segment_N, :, used_N] = k
-            cache.values_SHLd[segment_N, :, used_N] = v
-            keys = cache.keys_SHLd[segment_N, :, :seen]
-            values = cache.values_SHLd[segment_N, :, :seen]
-            mask = (torch.arange(seen, device=x_NM.device) <= used_N[:, None])[:, None, None]
-        cache.used_S[segment_N] += 1
-        o_NH1d = F.scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask)
-        return self._project(o_NH1d.reshape(x_NM.shape), plan, self.out, self.out_bias)
+        q, k = rope(q, position, room), rope(k, position, room)
+        # No segment holds more rows than there are positions.
+        longest = position + 1 if isinstance(position, int) else room
+        o_NHd = _step_in_cache(q, k, v, plan.segment_N, cache, longest)
+        return self._project(o_NHd.reshape(x_NM.shape), plan, self.out, self.out_bias)
+
+
+@untraced
+def _step_in_cache(
+    q_NHd: Tensor, k_NHd: Tensor, v_NHd: Tensor, segment_N: Tensor, cache: KVCache, longest: int
+) -> Tensor:
+    """Append a row to the segments and attend to what they hold. A compiler would have to
+    prove that the cache can be written in place; untraced, it is."""
+    used_N = cache.used_S[segment_N]
+    cache.keys_SHLd[segment_N, :, used_N] = k_NHd
+    cache.values_SHLd[segment_N, :, used_N] = v_NHd
+    cache.used_S[segment_N] = used_N + 1
+    return cache_attention(
+        q_NHd, cache.keys_SHLd, cache.values_SHLd, segment_N, used_N + 1, longest
+    )
 
 
 def _check_room(cache: KVCache | None, length: int) -> None:

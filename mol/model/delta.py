@@ -116,7 +116,12 @@ class GatedDeltaNet(Stackable):
         )
 
     def packed_step(
-        self, x_NM: Tensor, plan: RoutePlan, rope: Rope | None, position: int, cache: DeltaCache
+        self,
+        x_NM: Tensor,
+        plan: RoutePlan,
+        rope: Rope | None,
+        position: int | Tensor,
+        cache: DeltaCache,
     ) -> Tensor:
         """One new row for each segment of `plan` (of length 1)."""
         segment_N = plan.segment_N

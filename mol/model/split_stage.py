@@ -98,7 +98,7 @@ class SplitStage(nn.Module):
         shared = self.shared and self.shared.new_cache(batch, max_len)
         return StageCache(shared, self.routed.new_cache(batch, max_len))
 
-    def step(self, x_BD: Tensor, rope: Rope, position: int, cache: StageCache) -> Tensor:
+    def step(self, x_BD: Tensor, rope: Rope, position: int | Tensor, cache: StageCache) -> Tensor:
         """One token a sequence, all at `position`; computes only the chosen blocks, [B, D]."""
         batch = x_BD.shape[0]
         plan, weights = self._plan(self.route(x_BD), batch, 1, x_BD.device)

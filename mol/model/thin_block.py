@@ -63,7 +63,9 @@ class ThinBlocks(nn.Module):
         """Outputs of the planned rows in packed order, [N, D]; fills an empty `cache`."""
         return self._run(x_XD, plan, lambda h: self.attention.packed(h, plan, rope, cache))
 
-    def step(self, x_BD: Tensor, plan: RoutePlan, rope: Rope, position: int, cache) -> Tensor:
+    def step(
+        self, x_BD: Tensor, plan: RoutePlan, rope: Rope, position: int | Tensor, cache
+    ) -> Tensor:
         """The same for one new token a sequence, a plan of length 1, after what `cache` holds."""
         return self._run(
             x_BD, plan, lambda h: self.attention.packed_step(h, plan, rope, position, cache)

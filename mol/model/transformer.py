@@ -32,12 +32,16 @@ class ModelOutput(NamedTuple):
 
 
 class Cache:
-    """Decoding state: one cache a layer and the number of tokens seen."""
+    """Decoding state: one cache a layer and the number of tokens seen.
+
+    `position` is an int, or an int64 tensor [1] on the model's device for steps that a CUDA graph
+    replays: the host then does not know it, and whoever replays keeps within `max_len`.
+    """
 
     def __init__(self, layers: list, max_len: int):
         self.layers = layers
         self.max_len = max_len
-        self.position = 0
+        self.position: int | Tensor = 0
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
@@ -118,7 +122,7 @@ class FullWidthLayer(nn.Module):
     def new_cache(self, batch: int, max_len: int):
         return self.attention.new_cache(batch, max_len)
 
-    def step(self, x_BD: Tensor, rope: Rope, position: int, cache) -> Tensor:
+    def step(self, x_BD: Tensor, rope: Rope, position: int | Tensor, cache) -> Tensor:
         normed = self.attention_norm(x_BD)
         return self._ffn(x_BD + self.attention.step(normed, rope, position, cache))[0]
 
@@ -218,8 +222,8 @@ class LanguageModel(nn.Module):
     @torch.no_grad()
     def step(self, ids_B: Tensor, cache: Cache) -> Tensor:
         """Feed one token of each sequence and return the next one's logits [B, V].
-        Raises ValueError when the cache is full."""
-        if cache.position >= cache.max_len:
+        Raises ValueError when the cache is full, if its position is known on the host."""
+        if isinstance(cache.position, int) and cache.position >= cache.max_len:
             raise ValueError(
                 f"the cache holds {cache.max_len} tokens; create it with a larger max_len"
             )

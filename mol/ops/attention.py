@@ -50,7 +50,7 @@ class Rope:
         return held
 
     def __call__(self, x_NHd: Tensor, time_N: Tensor | int, length: int) -> Tensor:
-        """Rotate each row to its position, an int for all rows or one a row, below `length`."""
+        """Rotate each row to its position below `length`: an int or [1] for all, or one a row."""
         dtype = torch.float64 if x_NHd.dtype == torch.float64 else torch.float32
         cos_TR, sin_TR = self.tables(length, x_NHd.device, dtype)
         cos, sin = cos_TR[time_N].unsqueeze(-2), sin_TR[time_N].unsqueeze(-2)
@@ -106,6 +106,7 @@ def _pad(x_NHd: Tensor, slot_N: Tensor, segments: int, length: int) -> Tensor:
     return padded.index_copy(0, slot_N, x_NHd).view(segments, length, *x_NHd.shape[1:])
 
 
+@untraced
 def _varlen(q_NHd: Tensor, k_NHd: Tensor, v_NHd: Tensor, cu_seqlens: Tensor, longest: int):
     from torch.nn.attention.varlen import varlen_attn
 
@@ -113,6 +114,42 @@ def _varlen(q_NHd: Tensor, k_NHd: Tensor, v_NHd: Tensor, cu_seqlens: Tensor, lon
     causal = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     qkv = (t.contiguous() for t in (q_NHd, k_NHd, v_NHd))
     return varlen_attn(*qkv, cu_seqlens, cu_seqlens, longest, longest, **causal)
+
+
+def cache_attention(
+    q_NHd: Tensor,
+    keys_SHLd: Tensor,
+    values_SHLd: Tensor,
+    segment_N: Tensor,
+    seen_N: Tensor,
+    longest: int,
+) -> Tensor:
+    """Row n attends to the first `seen_N[n]` positions of segment `segment_N[n]`, [N, H, d].
+
+    `longest` bounds `seen_N`. On CUDA a kernel reads the lengths on the device: the library's
+    attention would be planned anew for every length, which took longer than the whole step.
+    """
+    if q_NHd.is_cuda and q_NHd.dtype != torch.float64:
+        from mol.ops.decode_kernels import attend_to_cache
+
+        return attend_to_cache(q_NHd, keys_SHLd, values_SHLd, segment_N, seen_N)
+    return cache_attention_reference(q_NHd, keys_SHLd, values_SHLd, segment_N, seen_N, longest)
+
+
+def cache_attention_reference(
+    q_NHd: Tensor,
+    keys_SHLd: Tensor,
+    values_SHLd: Tensor,
+    segment_N: Tensor,
+    seen_N: Tensor,
+    longest: int,
+) -> Tensor:
+    """The same with a mask over a copy of the segments' first `longest` positions."""
+    keys, values = (t[segment_N, :, :longest] for t in (keys_SHLd, values_SHLd))
+    mask = torch.arange(longest, device=seen_N.device) < seen_N[:, None]
+    return F.scaled_dot_product_attention(
+        q_NHd[:, :, None], keys, values, attn_mask=mask[:, None, None]
+    )[:, :, 0]
 
 
 def segment_attention_reference(

@@ -13,6 +13,10 @@ from torch import Tensor
 
 from mol.ops.tracing import untraced
 
+# Rows of a decode step up to which CUDA reads matrices row by row: the grouped product spends
+# more time on setting itself up. Beyond it rows of one block should share their reads.
+FEW_ROWS = 32
+
 _native = getattr(F, "grouped_mm", None) or torch._grouped_mm
 # Tracing knows the product in bf16 alone, although CPUs run it in fp32 too.
 _untraced = untraced(_native)
@@ -38,6 +42,10 @@ def grouped_mm(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor, equal: bool = False)
     cuda = kind == "cuda"
     if x_NK.dtype not in ((torch.bfloat16,) if cuda else (torch.bfloat16, torch.float32)):
         return grouped_mm_reference(x_NK, w_EKM, offs_E)
+    if cuda and x_NK.shape[0] <= FEW_ROWS and not torch.is_grad_enabled():
+        from mol.ops.decode_kernels import few_rows_mm
+
+        return few_rows_mm(x_NK, w_EKM, offs_E)
     multiple = 16 // x_NK.element_size()
     pad_in, pad_out = -width_in % multiple, -width_out % multiple
     if not (pad_in or pad_out):

@@ -16,11 +16,17 @@ import torch
 from torch import Tensor
 
 from mol.ops import cross_entropy
-from mol.ops.attention import Rope, segment_attention, segment_attention_reference
+from mol.ops.attention import (
+    Rope,
+    cache_attention,
+    cache_attention_reference,
+    segment_attention,
+    segment_attention_reference,
+)
 from mol.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from mol.ops.dispatch import RoutePlan
 from mol.ops.gated_delta import gated_delta_rule, naive_gated_delta_rule
-from mol.ops.grouped import grouped_mm
+from mol.ops.grouped import grouped_mm, grouped_mm_reference
 from mol.ops.short_conv import short_conv, short_conv_reference
 
 # On a CPU the project runs in fp32 and is tested in fp64; on CUDA it trains in bf16, where one
@@ -153,6 +159,7 @@ def _comparisons(device: torch.device, dtype: torch.dtype) -> Iterator[tuple]:
         x=draw(3 * 29 * 2, 24),
         w=draw(7, 24, 4),
     )
+    yield from _decode(draw, device, TOLERANCES[dtype])
     targets = torch.randint(0, 301, (77,), generator=generator).to(device)
     yield pair(
         "linear cross-entropy",
@@ -165,6 +172,37 @@ def _comparisons(device: torch.device, dtype: torch.dtype) -> Iterator[tuple]:
         for coverage in ("routed", "full"):
             name = f"one-pass stage, {attention}, {coverage}"
             yield (name, *_stage(attention, coverage, device, dtype), STAGE_TOLERANCES[dtype])
+
+
+def _decode(draw: Callable, device: torch.device, tolerance: float) -> Iterator[tuple]:
+    """What a decode step calls, without gradients: one query against a cache of which only a
+    part counts, and the product of a few rows, most blocks without one."""
+    q, cached = draw(3, 2, 64), draw(2, 5, 2, 700, 64)
+    cached[:, :, :, 650:] = torch.nan  # beyond what any segment holds
+    segment, seen = (torch.tensor(t, device=device) for t in ([4, 0, 2], [650, 1, 333]))
+    x, w = draw(5, 300), draw(7, 300, 93)
+    offs = torch.tensor([0, 2, 2, 2, 4, 5, 5], device=device, dtype=torch.int32)
+
+    def attend(kind: Callable, q: Tensor, cached: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {"output": kind(q, *cached, segment, seen, 650)}
+
+    def product(kind: Callable, x: Tensor, w: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {"output": kind(x, w, offs)}
+
+    yield (
+        "one query against a cache",
+        lambda: attend(cache_attention, q, cached),
+        lambda: attend(cache_attention_reference, q.double(), cached.double()),
+        tolerance,
+    )
+    yield (
+        "grouped product of a few rows",
+        lambda: product(grouped_mm, x, w),
+        lambda: product(grouped_mm_reference, x.double(), w.double()),
+        tolerance,
+    )
 
 
 def _small_chunks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -24,9 +24,10 @@ def untraced(function: Callable) -> Callable:
     return call
 
 
-def compiled(function: Callable) -> Callable:
-    """`torch.compile`, with the marked functions left to run as they are."""
+def compiled(function: Callable, dynamic: bool | None = None) -> Callable:
+    """`torch.compile`, with the marked functions left to run as they are. `dynamic`: one trace
+    for all sizes, slower than a trace each."""
     for name, marked in _functions.items():
         if not hasattr(marked, "_torchdynamo_disable"):
             _functions[name] = torch.compiler.disable(marked)
-    return torch.compile(function)
+    return torch.compile(function, dynamic=dynamic)

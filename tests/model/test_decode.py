@@ -45,6 +45,20 @@ def test_a_prompt_fills_the_cache(kind, prompt):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", SMALL)
+def test_a_position_on_the_device_gives_the_same_steps(kind):
+    """As a CUDA graph replays them: no host number says how much the cache holds."""
+    model, ids_BT = built(kind)
+    on_host, on_device = model.new_cache(BATCH, LENGTH), model.new_cache(BATCH, LENGTH)
+    on_device.position = position = torch.zeros(1, dtype=torch.int64)
+    for t in range(LENGTH):
+        expected_BV = model.step(ids_BT[:, t], on_host)
+        found_BV = model.step(ids_BT[:, t], on_device)
+        torch.testing.assert_close(found_BV, expected_BV, atol=1e-12, rtol=1e-12)
+        assert on_device.position is position and position.item() == t + 1
+
+
+@torch.no_grad()
 def test_two_caches_do_not_mix():
     model, ids_BT = built("deltanet_1p2of5")
     one, two = model.new_cache(BATCH, LENGTH), model.new_cache(BATCH, LENGTH)

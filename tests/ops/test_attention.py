@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from mol.ops.attention import Rope, segment_attention, segment_attention_reference
+from mol.ops.attention import (
+    Rope,
+    cache_attention,
+    segment_attention,
+    segment_attention_reference,
+)
 
 LENGTHS = [[1], [0, 1, 37, 0, 5, 1], [6, 6, 6], [0, 9]]
 
@@ -28,6 +33,19 @@ def test_segments(lengths, dtype, tolerance, slack):
         assert (found - expected).norm() <= tolerance * expected.norm() + tolerance
 
 
+def test_one_query_sees_what_its_segment_holds():
+    generator = torch.Generator().manual_seed(1)
+    q, cached = (torch.randn(s, generator=generator).double() for s in ((3, 2, 6), (2, 4, 2, 9, 6)))
+    cached[:, :, :, 7:] = torch.nan
+    segment, seen = torch.tensor([2, 0, 3]), torch.tensor([7, 1, 4])
+    found = cache_attention(q, *cached, segment, seen, longest=7)
+    for n, (s, length) in enumerate(zip(segment, seen, strict=True)):
+        keys, values = cached[:, s, :, :length]
+        weights = (torch.einsum("hld,hd->hl", keys, q[n]) * 6**-0.5).softmax(-1)
+        expected = torch.einsum("hl,hld->hd", weights, values)
+        torch.testing.assert_close(found[n], expected, rtol=1e-12, atol=1e-12)
+
+
 def test_rope_turns_pairs_by_position():
     rope, x = Rope(4, base=100.0), torch.tensor([[[1.0, 2.0, 3.0, 4.0]]], dtype=torch.float64)
     angle = torch.tensor([7.0, 7.0 / 10], dtype=torch.float64)  # rates base^0, base^(-1/2)
@@ -35,6 +53,7 @@ def test_rope_turns_pairs_by_position():
     expected = torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], -1)
     torch.testing.assert_close(rope(x, torch.tensor([7]), 8), expected, rtol=1e-14, atol=0)
     torch.testing.assert_close(rope(x, 7, 8), expected, rtol=1e-14, atol=0)
+    torch.testing.assert_close(rope(x.repeat(3, 1, 1), torch.tensor([7]), 8)[2:], expected)
 
 
 def test_rope_scores_depend_on_distance_alone():

@@ -18,6 +18,7 @@ from torch import Tensor
 from mol.ops.gated_delta.chunked import chunked_gated_delta_rule
 from mol.ops.gated_delta.fla import fla_gated_delta_rule
 from mol.ops.gated_delta.naive import gated_delta_step, naive_gated_delta_rule
+from mol.ops.tracing import untraced
 
 __all__ = [
     "chunked_gated_delta_rule",
@@ -32,6 +33,7 @@ def _fla_installed() -> bool:
     return importlib.util.find_spec("fla") is not None
 
 
+@untraced
 def gated_delta_rule(
     q_NHd: Tensor,
     k_NHd: Tensor,

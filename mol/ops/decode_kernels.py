@@ -1,0 +1,134 @@
+"""Triton kernels of a decode step: few rows, so their time is that of reading weights and cache.
+
+Whatever grows with the text is read on the device, so a CUDA graph can hold the calls. Import this
+module on a machine with Triton only. No gradients.
+
+Shape suffixes: N rows, S segments, H heads, L cache length, d head width, E blocks, K and M the
+widths of a product, P parts of a cache read side by side.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS = 512  # wanted at once: about four for each multiprocessor of an H100 or H200
+
+
+@triton.jit
+def _attend_part(
+    q, k, v, segment, seen, best, total, part_o,
+    scale, k_head, k_row, HEADS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    WIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of one row, head and part of the cache: softmax numerators, their sum, the maximum."""
+    head, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    column = tl.arange(0, WIDE)
+    inside = column < WIDTH
+    held = tl.load(seen + row)
+    share = tl.cdiv(tl.cdiv(held, PARTS), ROWS) * ROWS
+    first = part * share
+    last = tl.minimum(first + share, held)
+    at_head = (tl.load(segment + row) * HEADS + head) * k_head
+    mine = row * HEADS + head
+    query = tl.load(q + mine * WIDTH + column, mask=inside, other=0.0).to(tl.float32) * scale
+    highest = -float("inf")
+    weight = 0.0
+    sums = tl.zeros([WIDE], dtype=tl.float32)
+    for start in range(first, last, ROWS):
+        cached = start + tl.arange(0, ROWS)
+        alive = cached < last
+        at = at_head + cached[:, None] * k_row + column[None, :]
+        mask = alive[:, None] & inside[None, :]
+        keys = tl.load(k + at, mask=mask, other=0.0).to(tl.float32)
+        scores = tl.where(alive, tl.sum(keys * query[None, :], 1), -float("inf"))
+        now = tl.maximum(highest, tl.max(scores, 0))
+        p = tl.exp(scores - now)
+        values = tl.load(v + at, mask=mask, other=0.0).to(tl.float32)
+        shrink = tl.exp(highest - now)
+        weight = weight * shrink + tl.sum(p, 0)
+        sums = sums * shrink + tl.sum(values * p[:, None], 0)
+        highest = now
+    slot = mine * PARTS + part
+    tl.store(best + slot, highest)
+    tl.store(total + slot, weight)
+    tl.store(part_o + slot * WIDTH + column, sums, mask=inside)
+
+
+@triton.jit
+def _join_parts(
+    best, total, part_o, o, PARTS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr
+):
+    """Softmax over all parts; an empty one has maximum -inf and weighs exp(-inf) = 0."""
+    mine = tl.program_id(0)
+    slot, column = mine * PARTS + tl.arange(0, PARTS), tl.arange(0, WIDE)
+    inside = column < WIDTH
+    highest = tl.load(best + slot)
+    scale = tl.exp(highest - tl.max(highest, 0))
+    weight = tl.sum(tl.load(total + slot) * scale, 0)
+    at = slot[:, None] * WIDTH + column[None, :]
+    sums = tl.sum(tl.load(part_o + at, mask=inside[None, :], other=0.0) * scale[:, None], 0)
+    tl.store(o + mine * WIDTH + column, (sums / weight).to(o.dtype.element_ty), mask=inside)
+
+
+def attend_to_cache(
+    q_NHd: Tensor, keys_SHLd: Tensor, values_SHLd: Tensor, segment_N: Tensor, seen_N: Tensor
+) -> Tensor:
+    """Row n attends to the first `seen_N[n]` (1 or more) positions of segment `segment_N[n]`,
+    [N, H, d]; both int64. The caches are contiguous; L bounds memory, not time. Sums in fp32."""
+    n_rows, heads, width = q_NHd.shape
+    wide = triton.next_power_of_2(width)
+    parts = triton.next_power_of_2(max(1, min(64, PROGRAMS // (n_rows * heads))))
+    best = torch.empty(n_rows * heads, parts, dtype=torch.float32, device=q_NHd.device)
+    total = torch.empty_like(best)
+    part_o = torch.empty(*best.shape, width, dtype=torch.float32, device=q_NHd.device)
+    o_NHd = torch.empty(q_NHd.shape, dtype=q_NHd.dtype, device=q_NHd.device)
+    _attend_part[(heads, parts, n_rows)](
+        q_NHd.contiguous(), keys_SHLd, values_SHLd, segment_N, seen_N, best, total, part_o,
+        width**-0.5, keys_SHLd.stride(1), keys_SHLd.stride(2),
+        HEADS=heads, PARTS=parts, WIDTH=width, WIDE=wide, ROWS=64,
+    )  # fmt: skip
+    _join_parts[(n_rows * heads,)](best, total, part_o, o_NHd, PARTS=parts, WIDTH=width, WIDE=wide)
+    return o_NHd
+
+
+@triton.jit
+def _few_rows(
+    x, w, offs, y, width_in, width_out, n_blocks,
+    BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One row times COLUMNS columns of its block's matrix."""
+    row = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    numbers = tl.arange(0, BLOCKS)
+    ends = tl.load(offs + numbers, mask=numbers < n_blocks, other=2147483647)
+    block = tl.sum((ends <= row).to(tl.int64), 0)
+    sums = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for start in range(0, width_in, ROWS):
+        k = start + tl.arange(0, ROWS)
+        part = tl.load(x + row * width_in + k, mask=k < width_in, other=0.0).to(tl.float32)
+        at = (block * width_in + k[:, None]) * width_out + column[None, :]
+        mask = (k[:, None] < width_in) & (column[None, :] < width_out)
+        sums += tl.load(w + at, mask=mask, other=0.0).to(tl.float32) * part[:, None]
+    result = tl.sum(sums, 0).to(y.dtype.element_ty)
+    tl.store(y + row * width_out + column, result, mask=column < width_out)
+
+
+@torch.library.custom_op("mol::few_rows_mm", mutates_args=())
+def few_rows_mm(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor) -> Tensor:
+    """The grouped product of a few rows, [N, M]: reads the matrices of the rows' own blocks
+    only, each once a row. Sums in fp32."""
+    n_rows, width_in = x_NK.shape
+    n_blocks, _, width_out = w_EKM.shape
+    y_NM = torch.empty(n_rows, width_out, dtype=x_NK.dtype, device=x_NK.device)
+    _few_rows[(n_rows, triton.cdiv(width_out, 32))](
+        x_NK.contiguous(), w_EKM.contiguous(), offs_E, y_NM, width_in, width_out, n_blocks,
+        BLOCKS=triton.next_power_of_2(n_blocks), ROWS=256, COLUMNS=32, num_warps=8,
+    )  # fmt: skip
+    return y_NM
+
+
+@few_rows_mm.register_fake
+def _(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor) -> Tensor:
+    """What a compiler needs to know of it: shape and precision."""
+    return x_NK.new_empty(x_NK.shape[0], w_EKM.shape[2])
