@@ -26,7 +26,8 @@ def one_line(error: ValidationError, source: str) -> UserError:
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"]) or "the whole document"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    message = f"{source}: {key}: {first['msg']}, got {str(first['input'])[:80]!r}{more}"
+    got = "" if first["type"] == "json_invalid" else f", got {str(first['input'])[:80]!r}"
+    message = f"{source}: {key}: {first['msg']}{got}{more}"
     return UserError(" ".join(message.split()))
 
 

@@ -28,10 +28,17 @@ COMMANDS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """Refuses wrong arguments in one line, as every other wrong input is refused."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand; returns its exit code, 2 for bad input with one line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="mol", description=__doc__)
+    parser = Parser(prog="mol", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = next((word for word in argv if not word.startswith("-")), None)
     for name, (module, summary) in COMMANDS.items():
