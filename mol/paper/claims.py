@@ -43,6 +43,9 @@ class Claim(Frozen):
     expected: str
     seeds: Literal["paired", "single", "none"]  # none: a benchmark, or counted
     cell: str = ""  # the printed effect, if one is printed
+    # Passes over the training text for a claim about the data regime: evaluated only where the
+    # runs made as many ("~8", "<1.05").
+    epochs: str = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -69,6 +72,8 @@ class Claim(Frozen):
             raise ValueError(f"{self.type} takes {least} sides or more, got {len(self.sides)}")
         if self.versus and (self.type != "monotone" or len(self.versus) != len(self.sides)):
             raise ValueError("versus goes with monotone, one for each side")
+        if self.epochs:
+            parse(self.epochs)
         if (self.type == "crossover") != (self.along is not None):
             raise ValueError("along goes with crossover, and only with it")
         if self.type in ("ordering", "monotone"):

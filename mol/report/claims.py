@@ -15,6 +15,7 @@ from scipy.special import stdtrit
 from mol.base import UserError, canonical_json
 from mol.paper.cell import METRICS
 from mol.paper.claims import Claim, Side
+from mol.paper.printed import parse
 from mol.report.crossover import first_that_stays, lengths_apart, steps_apart
 from mol.report.readings import Query, Reading, Runs, read
 from mol.report.verdicts import Z, sample_sd
@@ -150,6 +151,25 @@ class Evaluator:
             unit=unit if log else first.unit, runs=list(runs.values()), notes=notes,
         )  # fmt: skip
 
+    def other_regime(self, claim: Claim, runs: list[dict[str, Any]]) -> str:
+        """How the passes over the training text differ from those that the claim is about;
+        empty where they do not."""
+        if not claim.epochs:
+            return ""
+        passes = {
+            reading.run["run_id"]: reading.value
+            for run in runs
+            for reading in self.runs.readings.get((self.scale, run["condition"], "epochs"), [])
+        }
+        made = [passes.get(run["run_id"]) for run in runs]
+        if None in made:
+            return "not evaluated: a run does not record its epochs"
+        wanted = parse(claim.epochs)
+        if all(wanted.low <= epochs <= wanted.high for epochs in made):
+            return ""
+        shown = "-".join(f"{epochs:.2g}" for epochs in sorted({min(made), max(made)}))
+        return f"not evaluated: {shown} epochs, the claim is about {claim.epochs}"
+
     # ---- the kinds of claim ----
 
     def margins(self, claim: Claim) -> list[Effect] | None:
@@ -281,8 +301,9 @@ def claim_rows(
                 **claim.model_dump(include={"experiment", "place", "text", "type", "expected"}),
                 "claim_id": claim.id, "scale": scale, "cell_id": claim.cell or None, "n": 0,
             }  # fmt: skip
+            evaluator = Evaluator(runs, scale, corpus_of)
             try:
-                found = outcome(claim, Evaluator(runs, scale, corpus_of))
+                found = outcome(claim, evaluator)
             except UserError as error:
                 yield row | {"outcome": "undecided", "note": str(error)}
                 continue
@@ -291,6 +312,9 @@ def claim_rows(
                     yield row | {"outcome": "not run"}
                 continue
             result, effect = found
+            if regime := evaluator.other_regime(claim, effect.runs):
+                yield row | {"outcome": "undecided", "note": regime}
+                continue
             yield row | {
                 "outcome": result,
                 "effect": _finite(effect.value),

@@ -69,7 +69,8 @@ class Source:
         return [scale for scale in SCALES if scale in present]
 
     def complete(self, scale: str, kind: str, condition: str | None = None) -> list[Row]:
-        """Complete runs of a kind, and of a condition if one is given, in order of seed."""
+        """Complete runs of a kind, and of a condition if one is given, in order of seed. Of a seed
+        that was trained on two machines the latest counts, as in the verdicts."""
         runs = [
             run
             for run in self.runs.values()
@@ -77,7 +78,10 @@ class Source:
             and (run["scale"], run["kind"]) == (scale, kind)
             and condition in (None, run["condition"])
         ]
-        return sorted(runs, key=lambda run: (run["condition"], run["seed"], run["run_id"]))
+        runs.sort(key=lambda run: (run["condition"], run["seed"], run["finished"], run["run_id"]))
+        if kind == "bench":
+            return runs
+        return list({(run["condition"], run["seed"]): run for run in runs}.values())
 
     def validation_curve(self, run_id: str) -> list[tuple[int, float]]:
         """(step, nll in nat/token) of the validation set, PAD masked where there is any."""

@@ -224,3 +224,33 @@ def test_claims_without_runs_are_not_run(suite):
     for claim in ("fancy-wins", "web-tie", "ranking", "crossing", "faster"):
         assert suite.result(claim, "paper")["outcome"] == "not run"
         assert suite.result(claim, "smoke") is None
+
+
+@pytest.mark.parametrize(
+    "epochs, made, outcome",
+    [
+        ("<1.05", 0.5, "holds"),  # write_train records half a pass
+        ("~8", 0.5, "undecided"),
+        ("~8", 8.2, "holds"),
+        ("<1.05", 1.2, "undecided"),
+        ("<1.05", None, "undecided"),
+    ],
+)
+def test_a_claim_about_the_data_regime_wants_its_number_of_passes(suite, epochs, made, outcome):
+    claims = suite.paper / "claims.toml"
+    claims.write_text(
+        CLAIMS.replace('cell = "text-gap"', f'cell = "text-gap"\nepochs = "{epochs}"')
+    )
+    for condition, ppl in (("fancy", 27.0), ("plain", 30.0)):
+        for number, spec in enumerate(suite.specs("proxy", condition)):
+            metrics = [
+                metric.model_copy(update={"value": made} if metric.name == "epochs" else {})
+                for metric in train_metrics(spec, math.log(ppl + number / 100))
+                if made is not None or metric.name != "epochs"
+            ]
+            write_run(suite.runs, record_of(spec, metrics), curve_of(spec, 3.0))
+    row = suite.result("fancy-wins")
+    assert row["outcome"] == outcome
+    if outcome == "undecided":
+        assert row["effect"] is None and row["note"].startswith("not evaluated: ")
+        assert made is None or f"{made:.2g} epochs, the claim is about {epochs}" in row["note"]

@@ -2,6 +2,7 @@ import math
 import re
 import shutil
 import xml.etree.ElementTree as ElementTree
+from datetime import timedelta
 from pathlib import Path
 
 import matplotlib
@@ -202,6 +203,21 @@ def test_crossing_lies_between_the_points_around_it(tmp_path):
     assert "MoL 1+2of5 never" in text
     ours = math.exp(4.0 + 0.1 * (5 - 14))
     assert f"MoL K=5 top-3 {ours:.4g}" in text
+
+
+def test_a_seed_that_was_trained_on_two_machines_counts_once(tmp_path):
+    spec = next(p.spec for p in plan("smoke") if p.spec.condition == "dense-softmax-85m")
+    first = record_of(spec, train_metrics(spec, 3.0))
+    later = first.model_copy(
+        update={"hardware": H200, "finished": first.finished + timedelta(hours=1)}
+    )
+    write_run(tmp_path / "runs", later)
+    write_run(tmp_path / "records" / "cpu", first)
+    build(tmp_path / "mol.duckdb", tmp_path / "runs", tmp_path / "records", PAPER)
+    source = Source(tmp_path / "mol.duckdb")
+    assert source.runs.keys() == {spec.run_id, f"{spec.run_id}@cpu"}
+    (run,) = source.complete("smoke", "train", "dense-softmax-85m")
+    assert run["run_id"] == spec.run_id
 
 
 def test_hostile_hardware_name_stays_text(tmp_path):
