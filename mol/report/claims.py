@@ -16,6 +16,8 @@ from mol.base import UserError, canonical_json
 from mol.paper.cell import METRICS
 from mol.paper.claims import Claim, Side
 from mol.paper.printed import parse
+from mol.plan.experiments import Paper
+from mol.report.cost import needs
 from mol.report.crossover import first_that_stays, lengths_apart, steps_apart
 from mol.report.readings import Query, Reading, Runs, read
 from mol.report.verdicts import Z, sample_sd
@@ -290,11 +292,10 @@ def outcome(claim: Claim, evaluator: Evaluator) -> tuple[str, Effect] | None:
     return _within(margin, *_target(claim, margin), closed=not claim.target.bound), margin
 
 
-def claim_rows(
-    claims: tuple[Claim, ...], runs: Runs, corpus_of: dict[str, str]
-) -> Iterator[dict[str, Any]]:
+def claim_rows(claims: tuple[Claim, ...], runs: Runs, plan: Paper) -> Iterator[dict[str, Any]]:
     """Rows of table `claim_results`: one for each claim and scale with runs for it, and a row
-    "not run" at the paper's scale where there is none."""
+    "not run" at the paper's scale where there is none, with what it would take."""
+    corpus_of = {slug: plan.recipes[c.recipe].corpus for slug, c in plan.conditions.items()}
     for claim in claims:
         for scale in ("smoke", "proxy", "paper"):
             row: dict[str, Any] = {
@@ -309,7 +310,7 @@ def claim_rows(
                 continue
             if found is None:
                 if scale == "paper":
-                    yield row | {"outcome": "not run"}
+                    yield row | {"outcome": "not run", "needs": needs(claim, runs, plan)}
                 continue
             result, effect = found
             if regime := evaluator.other_regime(claim, effect.runs):

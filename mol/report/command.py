@@ -1,4 +1,4 @@
-"""`mol report`: tables, figures and the page, all from the database."""
+"""`mol report`: tables, figures and the page, all from the database; and the audit page."""
 
 import json
 from argparse import ArgumentParser, Namespace
@@ -11,11 +11,21 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--db", type=Path, default=Path("results/mol.duckdb"), metavar="FILE")
     parser.add_argument("--out", type=Path, default=Path("paper_tables"), metavar="FOLDER")
     parser.add_argument("--figures", type=Path, default=Path("figures"), metavar="FOLDER")
+    parser.add_argument(
+        "--audit-page", type=Path, metavar="FILE",
+        help="write only this Markdown page, from the shipped records and no database",
+    )  # fmt: skip
+    parser.add_argument("--records", type=Path, default=Path("results/records"), metavar="FOLDER")
     parser.add_argument("--json", action="store_true", help="print the written files as JSON")
 
 
 def run(args: Namespace) -> int:
     """Write everything; prints the files, or how many. Raises UserError without a database."""
+    if args.audit_page:
+        from mol.report.audit_page import write_audit_page
+
+        _print([write_audit_page(args.audit_page, args.records)], args.json)
+        return 0
     from mol.plan.experiments import PAPER
     from mol.report.figures import write_figures
     from mol.report.page import Extras, write_page
@@ -28,11 +38,16 @@ def run(args: Namespace) -> int:
     extras = Extras(counts=_counts(PAPER / "counts.toml"), settings=_settings(PAPER))
     page = write_page(source, figures, extras, args.out)
     files = [*tables, page, *(path for figure in figures for path in (figure.svg, figure.png))]
-    if args.json:
+    _print(files, args.json)
+    return 0
+
+
+def _print(files: list[Path], as_json: bool) -> None:
+    if as_json:
         print(json.dumps([str(path) for path in files], indent=1))
     else:
-        print(f"{len(files)} files; open {page}")
-    return 0
+        pages = [str(path) for path in files if path.suffix == ".html"] or [str(files[-1])]
+        print(f"{len(files)} file{'s' if len(files) != 1 else ''}; open {pages[0]}")
 
 
 def _counts(path: Path) -> list[dict]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from matplotlib.axes import Axes
 
 from mol.report.captions import HEADING, caption, hardware_of
+from mol.report.number import figure_text
 from mol.report.sheet import (
     COLORS,
     GROUND,
@@ -14,7 +15,6 @@ from mol.report.sheet import (
     Drawing,
     PanelRow,
     Sheet,
-    figure_text,
     label_points,
     log_ticks,
     nice_ticks,

@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from mol.paper.printed import parse
 from mol.report.captions import HEADING, caption
 from mol.report.crossover import first_that_stays
+from mol.report.number import figure_text
 from mol.report.sheet import (
     COLORS,
     GROUND,
@@ -20,7 +21,6 @@ from mol.report.sheet import (
     Drawing,
     PanelRow,
     Sheet,
-    figure_text,
     label_points,
     log_ticks,
     nice_ticks,

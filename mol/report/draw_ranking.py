@@ -11,6 +11,7 @@ from scipy.special import stdtrit
 
 from mol.paper.printed import parse
 from mol.report.captions import HEADING, caption
+from mol.report.number import figure_text
 from mol.report.sheet import (
     COLORS,
     GROUND,
@@ -19,7 +20,6 @@ from mol.report.sheet import (
     Drawing,
     PanelRow,
     Sheet,
-    figure_text,
     say_missing,
 )
 from mol.report.source import Row, Source, printed_value

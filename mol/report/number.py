@@ -32,3 +32,8 @@ def signed(printed: str, difference: float) -> str:
     """A difference in the style of a printed number, always with its sign."""
     text = like(printed.lstrip("+-~≈<"), abs(difference))
     return f"{'-' if difference < 0 else '+'}{text}"
+
+
+def figure_text(value: float, digits: int = 4) -> str:
+    """`digits` significant digits or all before the point; an exponent only far below 1."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"

@@ -15,7 +15,8 @@ from markupsafe import Markup
 from mol.base import canonical_json, write_atomic
 from mol.report.captions import MEANING, hardware_of
 from mol.report.figures import Figure
-from mol.report.sheet import COLORS, GROUND, INK, MUTED, RULE, figure_text
+from mol.report.number import figure_text
+from mol.report.sheet import COLORS, GROUND, INK, MUTED, RULE
 from mol.report.source import SCALES, Row, Source
 from mol.report.view import View
 

@@ -197,11 +197,6 @@ def short_number(value: float, _position: int | None = None) -> str:
     return f"{value / 1000:g}K" if value >= 1000 else f"{value:.4g}"
 
 
-def figure_text(value: float, digits: int = 4) -> str:
-    """`digits` significant digits or all before the point; an exponent only far below 1."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
-
-
 def log_ticks(axis, values: list[float], room: float = math.inf) -> None:
     """Ticks of a logarithmic axis at `values` and no others; names are left out where more
     than `room` of them would not fit side by side."""

@@ -81,18 +81,19 @@ class View:
         if not row or row["reproduced"] is None:
             return ""
         nats = row["difference_nats"] if self.cell["unit"] == "ppl/token" else None
-        in_nats = "" if nats is None else f"{nats:+.3f} nat"
+        in_nats = "" if nats is None else f"{round(nats, 3) + 0.0:+.3f} nat"  # no "-0.000"
         if row["difference"] is None:
             return in_nats
-        printed = signed(self.cell["printed"], row["difference"])
+        noise = abs(row["difference"]) < 1e-9 * abs(row["reproduced"])  # of the arithmetic
+        printed = signed(self.cell["printed"], 0.0 if noise else row["difference"])
         return f"{printed} ({in_nats})" if in_nats else printed
 
 
 def load_views(database: duckdb.DuckDBPyConnection) -> list[View]:
     """Cells in printed order."""
-    cells = _rows(database, "SELECT * FROM cells ORDER BY position")
+    cells = rows(database, "SELECT * FROM cells ORDER BY position")
     by_cell: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
-    for row in _rows(database, "SELECT * FROM verdicts ORDER BY ALL"):
+    for row in rows(database, "SELECT * FROM verdicts ORDER BY ALL"):
         by_cell[row["cell_id"]][row["scale"]] = row
     checks = dict(
         database.execute(
@@ -105,12 +106,13 @@ def load_views(database: duckdb.DuckDBPyConnection) -> list[View]:
     ]
 
 
-def _rows(database: duckdb.DuckDBPyConnection, sql: str) -> list[dict[str, Any]]:
-    cursor = database.execute(sql)
+def rows(database: duckdb.DuckDBPyConnection, sql: str, *values: Any) -> list[dict[str, Any]]:
+    """The answer to a query as mappings; the database's JSON columns are read."""
+    cursor = database.execute(sql, list(values))
     names = [column[0] for column in cursor.description]
-    rows = [dict(zip(names, values, strict=True)) for values in cursor.fetchall()]
-    for row in rows:
-        for key in ("labels", "seeds", "parts", "runs"):
+    found = [dict(zip(names, line, strict=True)) for line in cursor.fetchall()]
+    for row in found:
+        for key in ("labels", "seeds", "parts", "runs", "inputs"):
             if isinstance(row.get(key), str):
                 row[key] = json.loads(row[key])
-    return rows
+    return found

@@ -81,8 +81,7 @@ def insert_verdicts(database: duckdb.DuckDBPyConnection, folder: Path) -> None:
     paper, plan, runs = load_paper(folder), load_experiments(folder), load_runs(database)
     insert(database, "verdicts", list(verdict_rows(paper.cells, runs, plan)))
     if (folder / "claims.toml").is_file():
-        corpus_of = {slug: plan.recipes[c.recipe].corpus for slug, c in plan.conditions.items()}
-        insert(database, "claim_results", list(claim_rows(load_claims(paper), runs, corpus_of)))
+        insert(database, "claim_results", list(claim_rows(load_claims(paper), runs, plan)))
 
 
 def _cell_rows(folder: Path) -> Iterable[dict]:

@@ -178,6 +178,7 @@ CREATE TABLE claim_results (
     n BIGINT NOT NULL,                -- seeds, or pairs of seeds
     hardware VARCHAR,
     runs JSON,
+    needs VARCHAR,                    -- what would decide a claim that was not run
     note VARCHAR,
     PRIMARY KEY (claim_id, scale)
 );

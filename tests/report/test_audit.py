@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -9,7 +10,10 @@ from made_up_paper import write_paper
 from synthetic import write_train
 
 from mol.cli import main
+from mol.paper.claims import load_claims
+from mol.paper.reported import load_paper
 from mol.plan.build import plan
+from mol.plan.experiments import PAPER
 from mol.store.ingest import build
 
 
@@ -24,6 +28,14 @@ def database(tmp_path_factory):
             if spec.kind == "train" and (scale == "smoke" or spec.condition == "plain"):
                 write_train(folder / "runs", spec, math.log(ppl) + spec.seed * 1e-4)
     build(folder / "mol.duckdb", folder / "runs", folder / "records", paper)
+    return str(folder / "mol.duckdb")
+
+
+@pytest.fixture(scope="module")
+def paper_database(tmp_path_factory):
+    """The paper without any run."""
+    folder = tmp_path_factory.mktemp("paper-audit")
+    build(folder / "mol.duckdb", folder / "runs", folder / "records", PAPER)
     return str(folder / "mol.duckdb")
 
 
@@ -74,16 +86,54 @@ def test_filters(database, capsys, options, cells):
         assert {row["scale"] for row in rows} == {"smoke"}
 
 
+def test_experiments_claims_and_contradictions_are_asked_for(paper_database, capsys):
+    def ask(*options):
+        return json.loads(audit(capsys, paper_database, "--json", *options))
+
+    e06 = ask("--experiment", "E06")
+    assert {row["experiment"] for row in e06} == {"E06"}
+    assert {"t02.deltanet-1p2of5.ppl"} < {row["cell_id"] for row in e06}
+    claims = ask("--claims")
+    assert {row["claim_id"] for row in claims} == {c.id for c in load_claims(load_paper())}
+    assert {row["outcome"] for row in claims} == {"not run"}
+    ranking = next(row for row in claims if row["claim_id"] == "cosmo-ranking")
+    assert ranking["needs"] == "5 training runs, 74.7B tokens"
+    paired = next(row for row in claims if row["claim_id"] == "selective-over-uniform")
+    assert paired["needs"].startswith("6 training runs, ")
+    assert {row["experiment"] for row in ask("--claims", "--experiment", "E13")} == {"E13"}
+    wrong = ask("--contradictions")
+    assert {row["verdict"] for row in wrong} == {"contradicted"} and len(wrong) > 30
+    assert all(row["reading"] and row["inputs"] for row in wrong)
+    of_12 = ask("--contradictions", "--table", "12")
+    assert of_12 and len(of_12) < len(wrong)
+    places = [(row["place"], *(source["place"] for source in row["inputs"])) for row in of_12]
+    assert all(any("Table 12" in place for place in found) for found in places)
+
+
+def test_the_terminal_shows_claims_and_contradictions_with_their_reading(paper_database, capsys):
+    text = " ".join(audit(capsys, paper_database).split())
+    assert re.search(r"The paper contradicts itself in \d+ checks", text)
+    assert re.search(r"Claims at scale paper: \d+ not run", text)
+    claims = " ".join(audit(capsys, paper_database, "--claims", "--experiment", "E09").split())
+    assert "5 training runs" in claims and "not run" in claims
+    wrong = " ".join(audit(capsys, paper_database, "--contradictions", "--table", "12").split())
+    assert "5.7: 9.7×" in wrong and "10.19" in wrong
+
+
 def test_the_terminal_table_shows_reported_ours_and_verdict(database, capsys):
     text = " ".join(audit(capsys, database, "--table", "1").split())
     assert "30.00 ± 0.05 30.02" in text and "reproduced" in text
 
 
-@pytest.mark.parametrize("options", [["--table", "9"], ["--verdict", "wrong"]])
+@pytest.mark.parametrize(
+    "options", [["--table", "9"], ["--verdict", "wrong"], ["--experiment", "E1"]]
+)
 def test_an_unknown_filter_names_the_choices(database, capsys, options):
     assert main(["audit", "--db", database, *options]) == 2
     err = capsys.readouterr().err
-    assert len(err.splitlines()) == 1 and ("1, 2, text" in err or "reproduced" in err)
+    assert len(err.splitlines()) == 1 and (
+        "1, 2, text" in err or "reproduced" in err or "X1, X2" in err
+    )
 
 
 def test_no_database_says_the_way_out(tmp_path, capsys):

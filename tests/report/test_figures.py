@@ -23,7 +23,8 @@ from mol.report.draw_bench import draw_bench
 from mol.report.draw_curves import draw_curves
 from mol.report.draw_ranking import draw_ranking
 from mol.report.figures import load_figures, write_figures
-from mol.report.sheet import COLORS, GROUND, INK, MUTED, RC, figure_text, short_number, spread
+from mol.report.number import figure_text
+from mol.report.sheet import COLORS, GROUND, INK, MUTED, RC, short_number, spread
 from mol.report.source import Source
 from mol.store.ingest import build
 
