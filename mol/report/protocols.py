@@ -25,8 +25,9 @@ def protocol_rows(db: Path, folder: Path = PAPER) -> list[Row]:
     """Rows of table `protocols` with their run (scale, condition, seed), in the order scored.
 
     Added: `compared`, one {cell_id, place, printed, difference_nats, half_width, lands} a printed
-    number that the row may be compared with, and `outcome`, the same in words or why not. Empty
-    where no matrix was scored. Raises UserError without a database.
+    number (which may stand in several places) that the row may be compared with, and `outcome`,
+    the same in words or why not. Empty where no matrix was scored. Raises UserError without a
+    database.
     """
     with connect(db) as database:
         rows = _read(database)
@@ -84,7 +85,10 @@ def _not_comparable(row: Row) -> str:
 def _compare(row: Row, cells: list[Cell], context: Context) -> None:
     kind = row["tokenizer"].split(":")[0]
     mine = Protocol(unit=row["unit"], split=row["split"], tokenizer=kind, pad=row["pad"])
-    unlike = []
+    figure = Figure(
+        value=row["value"], samples=(Sample(values=(row["value"],)),), stderr=row["stderr"]
+    )
+    unlike, alike = [], {}  # alike: what is printed -> the cells that print it
     for cell in cells:
         if row["seed"] not in cell.seeds or cell.number.bound:
             continue
@@ -92,23 +96,22 @@ def _compare(row: Row, cells: list[Cell], context: Context) -> None:
             context.protocol(cell).check_alike(mine, cell.cell_id)
         except UserError as error:
             unlike.append(str(error))
-            continue
-        figure = Figure(
-            value=row["value"], samples=(Sample(values=(row["value"],)),), stderr=row["stderr"]
-        )
+        else:
+            alike.setdefault((cell.printed, cell.spread, cell.n_seeds), []).append(cell)
+    for same in alike.values():
         found = judge(
-            context.printed(cell),
+            context.printed(same[0]),
             figure,
             log=True,
             timing=False,
-            borrowed=context.borrowed(cell, row["value"]),
+            borrowed=context.borrowed(same[0], row["value"]),
             nearest=None,
         )
         row["compared"].append(
             {
-                "cell_id": cell.cell_id,
-                "place": cell.place,
-                "printed": cell.printed,
+                "cell_id": same[0].cell_id,
+                "place": ", ".join(dict.fromkeys(cell.place for cell in same)),
+                "printed": same[0].printed,
                 "difference_nats": found.difference,
                 "half_width": found.half_width,
                 "lands": abs(found.difference) <= found.half_width,
