@@ -78,19 +78,21 @@ def packed_readings(stream: np.ndarray, eos: int) -> list[Reading]:
 
 
 def grid(reading: Reading, trained: int) -> Iterator[tuple[int, int]]:
-    """(context, stride) pairs: the trained context, its half and its quarter, each without and
-    with half an overlap; the trained one also in steps of an eighth, which bounds the cost of a
-    small stride; a stream also at twice it. A stream with added end-of-text, which the model never
-    met in training, is read at the trained context alone."""
+    """(context, stride) pairs: the trained context without overlap, with half an overlap and in
+    steps of an eighth (a smaller stride would cost as many passes more); its half and its quarter
+    without overlap; for a stream also its double.
+
+    Where one window holds each piece, strides do not matter. A stream with added end-of-text,
+    which the model never met in training, is read at the trained context alone.
+    """
+    one_window = all(len(piece) <= trained + 1 for piece in reading.pieces)
+    parts = (1,) if one_window or reading.eos_added else (1, 2, 8)
+    for stride in dict.fromkeys(max(1, trained // part) for part in parts):
+        yield trained, stride
     if reading.eos_added:
-        yield from dict.fromkeys(((trained, trained), (trained, max(1, trained // 2))))
         return
-    for context in dict.fromkeys(max(1, trained // part) for part in (1, 2, 4)):
-        parts = (1, 2, 8) if context == trained else (1, 2)
-        if all(len(piece) <= context + 1 for piece in reading.pieces):
-            parts = (1,)  # one window holds a piece
-        for stride in dict.fromkeys(max(1, context // part) for part in parts):
-            yield context, stride
+    for context in dict.fromkeys(max(1, trained // part) for part in (2, 4)):
+        yield context, context
     if reading.layout == "stream" and len(reading.pieces[0]) > 2 * trained:
         yield 2 * trained, 2 * trained
 

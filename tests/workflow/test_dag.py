@@ -135,6 +135,16 @@ def test_zero_shot_brings_the_models_it_scores(project):
     )
 
 
+def test_protocols_are_scored_on_demand_and_then_kept_up_to_date(project):
+    jobs = dry_run(project, "protocols")
+    assert jobs["protocol_matrix"] == 15 and not {"train", "database"} & jobs.keys()
+    run = next(run for run in plan("smoke") if run.spec.condition == "dense-softmax-198m")
+    (project / f"results/runs/smoke/{run.run_id}/protocols.json").write_text("")
+    assert dry_run(project, "paper_tables") == {"database": 1, "report": 1, "paper_tables": 1}
+    edit(project / "mol/evaluate/protocols.py")
+    assert dry_run(project, "paper_tables")["protocol_matrix"] == 1
+
+
 def test_a_lost_record_reruns_that_run_and_the_report(project):
     run = next(run for run in plan("smoke") if run.spec.condition == "dense-softmax-198m")
     (project / f"results/runs/smoke/{run.run_id}/record.json").unlink()
