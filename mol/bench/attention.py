@@ -2,7 +2,13 @@
 
 import torch
 
-from mol.bench.common import DTYPES, Outcome, out_of_memory_noted, random_model
+from mol.bench.common import (
+    DTYPES,
+    Outcome,
+    attention_backend,
+    out_of_memory_noted,
+    random_model,
+)
 from mol.bench.config import AttentionBench
 from mol.bench.timing import interleave
 from mol.model.config import DenseLayer, ModelConfig
@@ -40,4 +46,13 @@ def run(spec: AttentionBench, device: torch.device, seed: int) -> Outcome:
             for attention, timing in timings.items():
                 labels = {"attention": attention, "length": length}
                 metrics.append(timing.duration("attention_ms", "ms", labels))
+    if device.type == "cuda":
+        head = spec.d_model // spec.n_heads
+        chosen = (
+            f"{n}: {attention_backend(spec.n_heads, head, n, device, spec.dtype)}"
+            for n in spec.lengths
+        )
+        notes.append(
+            f"run eagerly; torch's choice for causal attention, forward, {', '.join(chosen)}"
+        )
     return Outcome(metrics, notes)

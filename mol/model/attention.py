@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mol.ops.attention import Rope, cache_attention, segment_attention
+from mol.ops.attention import Rope, segment_attention, step_in_cache
 from mol.ops.dispatch import RoutePlan
 from mol.ops.grouped import grouped_mm
-from mol.ops.tracing import untraced
 
 
 @dataclass
@@ -120,23 +119,9 @@ class SoftmaxAttention(Stackable):
         q, k = rope(q, position, room), rope(k, position, room)
         # No segment holds more rows than there are positions.
         longest = position + 1 if isinstance(position, int) else room
-        o_NHd = _step_in_cache(q, k, v, plan.segment_N, cache, longest)
+        held = cache.keys_SHLd, cache.values_SHLd, plan.segment_N, cache.used_S
+        o_NHd = step_in_cache(q, k, v, *held, longest)
         return self._project(o_NHd.reshape(x_NM.shape), plan, self.out, self.out_bias)
-
-
-@untraced
-def _step_in_cache(
-    q_NHd: Tensor, k_NHd: Tensor, v_NHd: Tensor, segment_N: Tensor, cache: KVCache, longest: int
-) -> Tensor:
-    """Append a row to the segments and attend to what they hold. A compiler would have to
-    prove that the cache can be written in place; untraced, it is."""
-    used_N = cache.used_S[segment_N]
-    cache.keys_SHLd[segment_N, :, used_N] = k_NHd
-    cache.values_SHLd[segment_N, :, used_N] = v_NHd
-    cache.used_S[segment_N] = used_N + 1
-    return cache_attention(
-        q_NHd, cache.keys_SHLd, cache.values_SHLd, segment_N, used_N + 1, longest
-    )
 
 
 def _check_room(cache: KVCache | None, length: int) -> None:

@@ -116,37 +116,52 @@ def _varlen(q_NHd: Tensor, k_NHd: Tensor, v_NHd: Tensor, cu_seqlens: Tensor, lon
     return varlen_attn(*qkv, cu_seqlens, cu_seqlens, longest, longest, **causal)
 
 
-def cache_attention(
+@untraced
+def step_in_cache(
     q_NHd: Tensor,
+    k_NHd: Tensor,
+    v_NHd: Tensor,
     keys_SHLd: Tensor,
     values_SHLd: Tensor,
     segment_N: Tensor,
-    seen_N: Tensor,
+    used_S: Tensor,
     longest: int,
 ) -> Tensor:
-    """Row n attends to the first `seen_N[n]` positions of segment `segment_N[n]`, [N, H, d].
+    """Append row n to segment `segment_N[n]` and attend to all it then holds, [N, H, d].
 
-    `longest` bounds `seen_N`. On CUDA a kernel reads the lengths on the device: the library's
-    attention would be planned anew for every length, which took longer than the whole step.
+    Changes the caches and `used_S`, the rows that each segment holds, of which `longest` bounds
+    the new values. No segment twice, no gradients. On CUDA a kernel reads the lengths there: the
+    library's attention would be planned anew for every length, longer than the whole step takes.
+    Untraced, as a compiler would have to prove that the caches can be written in place.
     """
     if q_NHd.is_cuda and q_NHd.dtype != torch.float64:
-        from mol.ops.decode_kernels import attend_to_cache
+        from mol.ops import decode_kernels
 
-        return attend_to_cache(q_NHd, keys_SHLd, values_SHLd, segment_N, seen_N)
-    return cache_attention_reference(q_NHd, keys_SHLd, values_SHLd, segment_N, seen_N, longest)
+        return decode_kernels.step_in_cache(
+            q_NHd, k_NHd, v_NHd, keys_SHLd, values_SHLd, segment_N, used_S
+        )
+    return step_in_cache_reference(
+        q_NHd, k_NHd, v_NHd, keys_SHLd, values_SHLd, segment_N, used_S, longest
+    )
 
 
-def cache_attention_reference(
+def step_in_cache_reference(
     q_NHd: Tensor,
+    k_NHd: Tensor,
+    v_NHd: Tensor,
     keys_SHLd: Tensor,
     values_SHLd: Tensor,
     segment_N: Tensor,
-    seen_N: Tensor,
+    used_S: Tensor,
     longest: int,
 ) -> Tensor:
-    """The same with a mask over a copy of the segments' first `longest` positions."""
+    """The same with a mask over a copy of the segments' first `longest` rows."""
+    used_N = used_S[segment_N]
+    keys_SHLd[segment_N, :, used_N] = k_NHd
+    values_SHLd[segment_N, :, used_N] = v_NHd
+    used_S[segment_N] = used_N + 1
     keys, values = (t[segment_N, :, :longest] for t in (keys_SHLd, values_SHLd))
-    mask = torch.arange(longest, device=seen_N.device) < seen_N[:, None]
+    mask = torch.arange(longest, device=used_N.device) <= used_N[:, None]
     return F.scaled_dot_product_attention(
         q_NHd[:, :, None], keys, values, attn_mask=mask[:, None, None]
     )[:, :, 0]

@@ -16,8 +16,26 @@ PROGRAMS = 512  # wanted at once: about four for each multiprocessor of an H100 
 
 
 @triton.jit
+def _append(
+    k, v, keys, values, segment, used, k_head, k_row,
+    HEADS: tl.constexpr, ALL: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One row's keys and values behind those its segment holds, all heads, and count it."""
+    row = tl.program_id(0)
+    mine = tl.load(segment + row)
+    held = tl.load(used + mine)
+    head, column = tl.arange(0, ALL)[:, None], tl.arange(0, WIDE)[None, :]
+    mask = (head < HEADS) & (column < WIDTH)
+    at = (mine * HEADS + head) * k_head + held * k_row + column
+    source = (row * HEADS + head) * WIDTH + column
+    tl.store(keys + at, tl.load(k + source, mask=mask), mask=mask)
+    tl.store(values + at, tl.load(v + source, mask=mask), mask=mask)
+    tl.store(used + mine, held + 1)
+
+
+@triton.jit
 def _attend_part(
-    q, k, v, segment, seen, best, total, part_o,
+    q, k, v, segment, used, best, total, part_o,
     scale, k_head, k_row, HEADS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -25,13 +43,14 @@ def _attend_part(
     head, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     column = tl.arange(0, WIDE)
     inside = column < WIDTH
-    held = tl.load(seen + row)
+    mine = tl.load(segment + row)
+    held = tl.load(used + mine)
     share = tl.cdiv(tl.cdiv(held, PARTS), ROWS) * ROWS
     first = part * share
     last = tl.minimum(first + share, held)
-    at_head = (tl.load(segment + row) * HEADS + head) * k_head
-    mine = row * HEADS + head
-    query = tl.load(q + mine * WIDTH + column, mask=inside, other=0.0).to(tl.float32) * scale
+    at_head = (mine * HEADS + head) * k_head
+    at_row = row * HEADS + head
+    query = tl.load(q + at_row * WIDTH + column, mask=inside, other=0.0).to(tl.float32) * scale
     highest = -float("inf")
     weight = 0.0
     sums = tl.zeros([WIDE], dtype=tl.float32)
@@ -49,7 +68,7 @@ def _attend_part(
         weight = weight * shrink + tl.sum(p, 0)
         sums = sums * shrink + tl.sum(values * p[:, None], 0)
         highest = now
-    slot = mine * PARTS + part
+    slot = at_row * PARTS + part
     tl.store(best + slot, highest)
     tl.store(total + slot, weight)
     tl.store(part_o + slot * WIDTH + column, sums, mask=inside)
@@ -71,11 +90,20 @@ def _join_parts(
     tl.store(o + mine * WIDTH + column, (sums / weight).to(o.dtype.element_ty), mask=inside)
 
 
-def attend_to_cache(
-    q_NHd: Tensor, keys_SHLd: Tensor, values_SHLd: Tensor, segment_N: Tensor, seen_N: Tensor
+def step_in_cache(
+    q_NHd: Tensor,
+    k_NHd: Tensor,
+    v_NHd: Tensor,
+    keys_SHLd: Tensor,
+    values_SHLd: Tensor,
+    segment_N: Tensor,
+    used_S: Tensor,
 ) -> Tensor:
-    """Row n attends to the first `seen_N[n]` (1 or more) positions of segment `segment_N[n]`,
-    [N, H, d]; both int64. The caches are contiguous; L bounds memory, not time. Sums in fp32."""
+    """Append row n to segment `segment_N[n]` (distinct) and attend to all it then holds, [N, H, d].
+
+    Changes the caches and `used_S` (both index tensors int64). The caches are contiguous; L bounds
+    memory, not time. Sums are fp32.
+    """
     n_rows, heads, width = q_NHd.shape
     wide = triton.next_power_of_2(width)
     parts = triton.next_power_of_2(max(1, min(64, PROGRAMS // (n_rows * heads))))
@@ -83,10 +111,14 @@ def attend_to_cache(
     total = torch.empty_like(best)
     part_o = torch.empty(*best.shape, width, dtype=torch.float32, device=q_NHd.device)
     o_NHd = torch.empty(q_NHd.shape, dtype=q_NHd.dtype, device=q_NHd.device)
+    strides = keys_SHLd.stride()[1:3]
+    _append[(n_rows,)](
+        k_NHd.contiguous(), v_NHd.contiguous(), keys_SHLd, values_SHLd, segment_N, used_S,
+        *strides, HEADS=heads, ALL=triton.next_power_of_2(heads), WIDTH=width, WIDE=wide,
+    )  # fmt: skip
     _attend_part[(heads, parts, n_rows)](
-        q_NHd.contiguous(), keys_SHLd, values_SHLd, segment_N, seen_N, best, total, part_o,
-        width**-0.5, keys_SHLd.stride(1), keys_SHLd.stride(2),
-        HEADS=heads, PARTS=parts, WIDTH=width, WIDE=wide, ROWS=64,
+        q_NHd.contiguous(), keys_SHLd, values_SHLd, segment_N, used_S, best, total, part_o,
+        width**-0.5, *strides, HEADS=heads, PARTS=parts, WIDTH=width, WIDE=wide, ROWS=64,
     )  # fmt: skip
     _join_parts[(n_rows * heads,)](best, total, part_o, o_NHd, PARTS=parts, WIDTH=width, WIDE=wide)
     return o_NHd
@@ -121,9 +153,14 @@ def few_rows_mm(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor) -> Tensor:
     n_rows, width_in = x_NK.shape
     n_blocks, _, width_out = w_EKM.shape
     y_NM = torch.empty(n_rows, width_out, dtype=x_NK.dtype, device=x_NK.device)
-    _few_rows[(n_rows, triton.cdiv(width_out, 32))](
+    # A program's loads wait for memory together, so few, tall tiles; and narrower ones where 32
+    # columns would leave multiprocessors without a program (64 bytes of a row, or 32).
+    rows = min(1024, triton.next_power_of_2(width_in))
+    columns = 32 if n_rows * width_out >= 32 * 128 else 16
+    _few_rows[(n_rows, triton.cdiv(width_out, columns))](
         x_NK.contiguous(), w_EKM.contiguous(), offs_E, y_NM, width_in, width_out, n_blocks,
-        BLOCKS=triton.next_power_of_2(n_blocks), ROWS=256, COLUMNS=32, num_warps=8,
+        BLOCKS=triton.next_power_of_2(n_blocks), ROWS=rows, COLUMNS=columns,
+        num_warps=max(4, rows // 64),
     )  # fmt: skip
     return y_NM
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from mol.ops import cross_entropy
 from mol.ops.attention import (
     Rope,
-    cache_attention,
-    cache_attention_reference,
     segment_attention,
     segment_attention_reference,
+    step_in_cache,
+    step_in_cache_reference,
 )
 from mol.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from mol.ops.dispatch import RoutePlan
@@ -175,26 +175,29 @@ def _comparisons(device: torch.device, dtype: torch.dtype) -> Iterator[tuple]:
 
 
 def _decode(draw: Callable, device: torch.device, tolerance: float) -> Iterator[tuple]:
-    """What a decode step calls, without gradients: one query against a cache of which only a
-    part counts, and the product of a few rows, most blocks without one."""
-    q, cached = draw(3, 2, 64), draw(2, 5, 2, 700, 64)
+    """What a decode step calls, without gradients: a row against a cache of which only a part
+    counts, and the product of a few rows, most blocks without one."""
+    qkv, cached = draw(3, 3, 2, 64), draw(2, 5, 2, 700, 64)
     cached[:, :, :, 650:] = torch.nan  # beyond what any segment holds
-    segment, seen = (torch.tensor(t, device=device) for t in ([4, 0, 2], [650, 1, 333]))
+    segment, used = (torch.tensor(t, device=device) for t in ([4, 0, 2], [0, 9, 333, 9, 649]))
     x, w = draw(5, 300), draw(7, 300, 93)
     offs = torch.tensor([0, 2, 2, 2, 4, 5, 5], device=device, dtype=torch.int32)
 
-    def attend(kind: Callable, q: Tensor, cached: Tensor) -> dict[str, Tensor]:
+    def attend(kind: Callable, qkv: Tensor, cached: Tensor) -> dict[str, Tensor]:
+        (keys, values), counts = cached.clone(), used.clone()
         with torch.no_grad():
-            return {"output": kind(q, *cached, segment, seen, 650)}
+            output = kind(*qkv, keys, values, segment, counts, 650)
+        kept = torch.stack([keys, values])[:, :, :, :650]
+        return {"output": output, "cache": kept, "counts": counts.double()}
 
     def product(kind: Callable, x: Tensor, w: Tensor) -> dict[str, Tensor]:
         with torch.no_grad():
             return {"output": kind(x, w, offs)}
 
     yield (
-        "one query against a cache",
-        lambda: attend(cache_attention, q, cached),
-        lambda: attend(cache_attention_reference, q.double(), cached.double()),
+        "one row against a cache",
+        lambda: attend(step_in_cache, qkv, cached),
+        lambda: attend(step_in_cache_reference, qkv.double(), cached.double()),
         tolerance,
     )
     yield (

@@ -5,9 +5,9 @@ import torch
 
 from mol.ops.attention import (
     Rope,
-    cache_attention,
     segment_attention,
     segment_attention_reference,
+    step_in_cache,
 )
 
 LENGTHS = [[1], [0, 1, 37, 0, 5, 1], [6, 6, 6], [0, 9]]
@@ -33,14 +33,19 @@ def test_segments(lengths, dtype, tolerance, slack):
         assert (found - expected).norm() <= tolerance * expected.norm() + tolerance
 
 
-def test_one_query_sees_what_its_segment_holds():
+def test_a_row_joins_its_segment_and_sees_what_it_holds():
     generator = torch.Generator().manual_seed(1)
-    q, cached = (torch.randn(s, generator=generator).double() for s in ((3, 2, 6), (2, 4, 2, 9, 6)))
+    q, k, v = torch.randn(3, 3, 2, 6, generator=generator).double()
+    cached = torch.randn(2, 4, 2, 9, 6, generator=generator).double()
     cached[:, :, :, 7:] = torch.nan
-    segment, seen = torch.tensor([2, 0, 3]), torch.tensor([7, 1, 4])
-    found = cache_attention(q, *cached, segment, seen, longest=7)
-    for n, (s, length) in enumerate(zip(segment, seen, strict=True)):
+    before, segment, used = cached.clone(), torch.tensor([2, 0, 3]), torch.tensor([0, 5, 6, 3])
+    found = step_in_cache(q, k, v, *cached, segment, used, longest=7)
+    assert used.tolist() == [1, 5, 7, 4]
+    assert torch.equal(cached[:, 1].nan_to_num(), before[:, 1].nan_to_num())
+    for n, (s, length) in enumerate(((2, 7), (0, 1), (3, 4))):
         keys, values = cached[:, s, :, :length]
+        assert torch.equal(keys[:, -1], k[n]) and torch.equal(values[:, -1], v[n])
+        assert torch.equal(cached[:, s, :, : length - 1], before[:, s, :, : length - 1])
         weights = (torch.einsum("hld,hd->hl", keys, q[n]) * 6**-0.5).softmax(-1)
         expected = torch.einsum("hl,hld->hd", weights, values)
         torch.testing.assert_close(found[n], expected, rtol=1e-12, atol=1e-12)
