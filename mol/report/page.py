@@ -70,13 +70,10 @@ def render(source: Source, figures: list[Figure], extras: Extras) -> str:
     views = source.views
     measured = [view for view in views if view.cell["kind"] == "measured"]
     others = [view for view in views if view.cell["kind"] != "measured"]
-    telling = ["contradicted", "flag", "agrees only unrounded"]
-    checks = sorted(
-        source.table("checks"),
-        key=lambda row: (
-            telling.index(row["verdict"]) if row["verdict"] in telling else len(telling)
-        ),
-    )
+    checks = source.table("checks")
+    apart = ("contradicted", "flag")
+    by_verdict = {name: [row for row in checks if row["verdict"] == name] for name in apart}
+    by_verdict["rest"] = [row for row in checks if row["verdict"] not in apart]
     sections, rest = _sections(source, figures, extras)
     complete = Counter(run["scale"] for run in source.runs.values() if run["status"] == "complete")
     return _environment().get_template("page.html").render(
@@ -93,7 +90,7 @@ def render(source: Source, figures: list[Figure], extras: Extras) -> str:
         scales=[(MEANING[scale], complete[scale]) for scale in SCALES if complete[scale]],
         refused=source.table("refused"),
         counts=extras.counts,
-        checks=checks,
+        checks=by_verdict if checks else {},
         claims=[
             (MEANING[scale], _counted(Counter(row["outcome"] for row in claims)))
             for scale in SCALES
@@ -178,7 +175,7 @@ def _sections(
                 "tables": tables,
                 "tally": _tally([view for views in tables.values() for view in views]),
                 "figures": [(figure, _inline_svg(figure)) for figure in drawn],
-                "claims": [r for r in source.table("claim_results") if r["experiment"] == name],
+                "claims": _claims(source, name),
                 "settings": [row for row in extras.settings if name in row["experiments"]],
                 "runs": [source.runs[run] for run in source.experiments.get(name, ())],
             }
@@ -188,6 +185,19 @@ def _sections(
         for table, views in tables.items():
             rest.setdefault(table, []).extend(views)
     return sections, rest
+
+
+def _claims(source: Source, experiment: str) -> list[Row]:
+    """Results of an experiment's claims. What decides a claim at the paper's scale stands with
+    its result at a smaller one, where there is one, instead of in a row of its own."""
+    found = [row for row in source.table("claim_results") if row["experiment"] == experiment]
+    needs = {row["claim_id"]: row["needs"] for row in found if row["outcome"] == "not run"}
+    judged = {row["claim_id"] for row in found if row["outcome"] != "not run"}
+    return [
+        row | {"needs": needs.get(row["claim_id"])}
+        for row in found
+        if row["outcome"] != "not run" or row["claim_id"] not in judged
+    ]
 
 
 def _inline_svg(figure: Figure) -> Markup:

@@ -36,18 +36,21 @@ class View:
         return self.rows.get("paper", {}).get("cost_gpu_hours")
 
     @property
-    def state(self) -> str:
-        """The verdict with its reason, in few words; a cell that was not run with its cost."""
+    def reason(self) -> str:
+        """Why a cell was not run or cannot be judged, in few words; what it costs where known."""
         verdict = self.verdict
         if verdict not in ("not run", "not judgeable here"):
-            return verdict
+            return ""
         reason = (self.rows["paper"]["note"] or "").split("; ")[0]
         reason = re.sub(r" ?\([^)]*\)", "", reason).replace("`", "")
-        text = f"{verdict}: {reason}" if reason else verdict
-        if verdict == "not run" and (self.cost is not None or not reason):
-            cost = "cost unknown" if self.cost is None else f"{self.cost:,.0f} GPU-hours"
-            return f"{text} ({cost})"
-        return text
+        cost = "" if self.cost is None else f"{self.cost:,.0f} GPU-hours"
+        unknown = "" if reason or cost or verdict != "not run" else "cost unknown"
+        return ", ".join(filter(None, (reason, cost, unknown)))
+
+    @property
+    def state(self) -> str:
+        """The verdict with its reason."""
+        return f"{self.verdict}: {self.reason}" if self.reason else self.verdict
 
     @property
     def reported(self) -> str:

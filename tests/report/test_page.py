@@ -66,7 +66,7 @@ def parsed(both_page):
 
 
 def test_page_needs_no_network_and_is_small(both_page, parsed):
-    assert both_page.stat().st_size < 6_000_000
+    assert both_page.stat().st_size < 4_000_000
     assert not parsed.all("src")
     for tag, attrs in parsed.elements:
         for key in ("href", "xlink:href", "action", "data", "poster"):
@@ -139,8 +139,37 @@ def test_sections_show_settings_counts_and_checks(both_page, parsed):
     assert "3e-4" in e05[: e05.index("</section>")]
     e06 = html[html.index('<section id="E06"') :]
     assert "3e-4" not in e06[: e06.index("</section>")]
-    assert {"counts", "checks", "counts-grid", "checks-grid"} <= set(parsed.all("id"))
+    assert {"counts", "counts-grid", "checks", "checks-contradicted", "checks-flags"} <= set(
+        parsed.all("id")
+    )
     assert "84,722,688" in parsed.text
+
+
+def test_the_verdict_comes_first_and_contradictions_with_their_reading(both_page, parsed):
+    html = both_page.read_text("utf-8")
+    assert html.index('id="verdict"') < html.index("<nav") < html.index('<section id="E01"')
+    wrong = html[html.index('id="checks-contradicted"') :]
+    wrong = wrong[: wrong.index("</table>")]
+    with duckdb.connect(str(both_page.parent / "mol.duckdb"), read_only=True) as database:
+        (count,) = database.execute(
+            "SELECT count(*) FROM checks WHERE verdict = 'contradicted'"
+        ).fetchone()
+    assert wrong.count("<tr role") == count + 1 and f"({count})" in wrong
+    assert "no row of it gives 9.7" in wrong
+
+
+def test_a_claim_stands_once_a_scale_and_says_what_decides_it(tmp_path):
+    write_library(tmp_path / "runs", "smoke")
+    html = make(tmp_path).read_text("utf-8")
+    assert 'id="claim-cosmo-ranking-smoke"' in html and "claim-cosmo-ranking-paper" not in html
+    row = html[html.index('id="claim-cosmo-ranking-smoke"') :]
+    assert "At paper scale it takes 5 training runs, 74.7B tokens." in row[: row.index("</tr>")]
+
+
+def test_a_number_that_was_not_run_says_what_it_needs(empty_page):
+    html = empty_page.read_text("utf-8")
+    row = html[html.index('data-table="12"') :]
+    assert "needs RTX 3090" in row[: row.index("</tr>")]
 
 
 def test_claims_stand_with_their_experiment_and_scale(both_page, parsed):

@@ -86,7 +86,7 @@ def test_sort_orders_numbers_and_tells_screen_readers(page):
 
 
 def test_figure_leads_to_its_record(page):
-    page.run("document.querySelector('#E06-table-2 td[data-label=Reproduced] a').click()")
+    page.run("document.querySelector('#E06-table-2 td[data-label=Ours] a').click()")
     page.wait_for("document.querySelector('details.record:target')?.open")
     inside = page.run(
         "const r = document.querySelector('details.record:target').getBoundingClientRect();"

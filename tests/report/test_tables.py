@@ -118,7 +118,7 @@ def test_a_table_is_laid_out_as_printed_with_ours_beside(suite):
 def test_missing_runs_are_said(suite):
     text = suite()["table01.md"]
     assert "4 measured cells, 3 with a figure at scale smoke, 1 without a figure of ours" in text
-    assert grid(text)[5][3:] == ["", "", "not run (cost unknown)"]
+    assert grid(text)[5][3:] == ["", "", "not run: cost unknown"]
 
 
 def test_without_any_run_every_table_still_renders(tmp_path):
