@@ -29,13 +29,18 @@ def run(args: Namespace) -> int:
     from mol.plan.experiments import PAPER
     from mol.report.figures import write_figures
     from mol.report.page import Extras, write_page
+    from mol.report.protocols import protocol_rows
     from mol.report.source import Source
     from mol.report.tables import write_tables
 
     source = Source(args.db)
     tables = write_tables(args.db, args.out)
     figures = write_figures(source, args.figures)
-    extras = Extras(counts=_counts(PAPER / "counts.toml"), settings=_settings(PAPER))
+    extras = Extras(
+        counts=_counts(PAPER / "counts.toml"),
+        settings=_settings(PAPER),
+        protocols=protocol_rows(args.db),
+    )
     page = write_page(source, figures, extras, args.out)
     files = [*tables, page, *(path for figure in figures for path in (figure.svg, figure.png))]
     _print(files, args.json)

@@ -16,6 +16,7 @@ from mol.base import canonical_json, write_atomic
 from mol.report.captions import MEANING, hardware_of
 from mol.report.figures import Figure
 from mol.report.number import figure_text
+from mol.report.protocols import headline
 from mol.report.sheet import COLORS, GROUND, INK, MUTED, RULE
 from mol.report.source import SCALES, Row, Source
 from mol.report.view import View
@@ -56,6 +57,7 @@ class Extras:
 
     counts: list[Row] = field(default_factory=list)
     settings: list[Row] = field(default_factory=list)
+    protocols: list[Row] = field(default_factory=list)
 
 
 def write_page(source: Source, figures: list[Figure], extras: Extras, out: Path) -> Path:
@@ -90,6 +92,8 @@ def render(source: Source, figures: list[Figure], extras: Extras) -> str:
         scales=[(MEANING[scale], complete[scale]) for scale in SCALES if complete[scale]],
         refused=source.table("refused"),
         counts=extras.counts,
+        protocols=[_protocol(row) for row in extras.protocols],
+        protocols_headline=headline(extras.protocols),
         checks=by_verdict if checks else {},
         claims=[
             (MEANING[scale], _counted(Counter(row["outcome"] for row in claims)))
@@ -198,6 +202,17 @@ def _claims(source: Source, experiment: str) -> list[Row]:
         for row in found
         if row["outcome"] != "not run" or row["claim_id"] not in judged
     ]
+
+
+def _protocol(row: Row) -> Row:
+    """A figure of a protocol matrix with its protocol in words."""
+    parts = [
+        row["split"], row["pad"] and f"PAD {row['pad'].removeprefix('pad_')}", row["layout"],
+        row["context"] and f"context {row['context']}, stride {row['stride']}",
+        row["eos"] and f"end of text {row['eos'].replace('_', ' ')}",
+        row["text"] and f"{row['text']} text", row["note"],
+    ]  # fmt: skip
+    return row | {"protocol": ", ".join(part for part in parts if part)}
 
 
 def _inline_svg(figure: Figure) -> Markup:

@@ -7,7 +7,7 @@ from pathlib import Path
 import duckdb
 import pytest
 from made_up_paper import write_paper
-from pages import HOSTILE, hostile_runs, make, setting
+from pages import HOSTILE, hostile_runs, make, page_of, setting
 from synthetic import write_library
 
 from mol.cli import main
@@ -179,6 +179,26 @@ def test_claims_stand_with_their_experiment_and_scale(both_page, parsed):
     assert {f"claim-{name}-{scale}" for name, scale, _ in rows} <= set(parsed.all("id"))
     held = sum((scale, outcome) == ("paper", "holds") for _, scale, outcome in rows)
     assert f"Claims at paper scale: ✓ {held} holds" in parsed.text
+
+
+def test_protocols_stand_with_their_outcome_and_run(two_scales, tmp_path):
+    spec = next(p.spec for p in plan("paper") if p.spec.condition == "dense-softmax-85m")
+    row = {
+        "run_id": spec.run_id, "scale": "paper", "condition": spec.condition, "seed": spec.seed,
+        "name": "ppl", "value": 30.2, "unit": "ppl/token", "split": "validation",
+        "pad": "pad_counted", "layout": "chunked", "context": 255, "stride": 255,
+        "eos": "as_prepared", "text": "prepared", "note": "", "outcome": "lands on 30.26 (Table 2)",
+        "compared": [
+            {"cell_id": "t02.dense-85m.ppl", "printed": "30.26", "difference_nats": -0.002,
+             "half_width": 0.01, "lands": True}
+        ],
+    }  # fmt: skip
+    path = page_of(two_scales / "mol.duckdb", tmp_path, PAPER, Extras(protocols=[row]))
+    page = Page(path.read_text("utf-8"))
+    assert "1 compared with printed numbers, 1 land on one." in page.text
+    assert "validation, PAD counted, chunked, context 255, stride 255" in page.text
+    assert "lands on 30.26 (Table 2) -0.002 ± 0.01 nat of 30.26" in page.text
+    assert f"#run-{spec.run_id}" in page.all("href") and not page.unclosed
 
 
 def test_same_database_gives_the_same_page(both_page):
