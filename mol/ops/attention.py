@@ -130,8 +130,8 @@ def step_in_cache(
     """Append row n to segment `segment_N[n]` and attend to all it then holds, [N, H, d].
 
     Changes the caches and `used_S`, the rows that each segment holds, of which `longest` bounds
-    the new values. No segment twice, no gradients. On CUDA a kernel reads the lengths there: the
-    library's attention would be planned anew for every length, longer than the whole step takes.
+    the new values. No segment twice, no gradients. On CUDA a kernel reads the lengths there, so
+    that one captured graph serves every length; the library's attention takes them as shapes.
     Untraced, as a compiler would have to prove that the caches can be written in place.
     """
     if q_NHd.is_cuda and q_NHd.dtype != torch.float64:

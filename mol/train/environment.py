@@ -70,11 +70,13 @@ def _versions() -> dict[str, str]:
 
 def provenance(group: Group, data: dict[str, str] | None = None) -> Provenance:
     """Commit, cleanliness of the tree, versions and the hash of the code that decides `group`."""
+    commit = _git("rev-parse", "HEAD")
     status = _git("status", "--porcelain", "--untracked-files=no")
     return Provenance(
-        # A copy without its history (a cluster's node, a container) is told its commit.
-        git_commit=_git("rev-parse", "HEAD") or os.environ.get("MOL_GIT_COMMIT"),
-        dirty=None if status is None else bool(status),
+        # A copy without its history (a cluster's node, a container) is told its commit, and
+        # cannot tell whether anything changed since.
+        git_commit=commit or os.environ.get("MOL_GIT_COMMIT"),
+        dirty=None if commit is None or status is None else bool(status),
         code_sha256=source_hash(group),
         versions=_versions(),
         data=data or {},
