@@ -176,11 +176,15 @@ def _crossover(runs: Runs, scale: str, cell: Cell) -> Reproduced | None:
     place = first_that_stays(found.points)
     if place is None:
         notes = ("never stays better at this scale",)
-        return Reproduced(figure=None, protocol=None, runs=found.runs, notes=notes)
+        return Reproduced(
+            figure=None, protocol=None, runs=found.runs, notes=notes, other_path=found.other_path
+        )
     to_cell = 100 / found.runs[0]["steps"] if cell.unit == "%" else 1.0
     before, after = (to_cell * end for end in place)
     notes = ("better from the first place measured on",) if before == after else ()
     figure = Figure(
         value=(before + after) / 2, samples=(Sample(values=()),), bound=(after - before) / 2
     )
-    return Reproduced(figure=figure, protocol=None, runs=found.runs, notes=notes)
+    return Reproduced(
+        figure=figure, protocol=None, runs=found.runs, notes=notes, other_path=found.other_path
+    )

@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from mol.report.readings import HIGHER_IS_BETTER, Query, Reading, Runs, best, matches, read
+from mol.report.readings import HIGHER_IS_BETTER, Query, Reading, Runs, best, by_path, matches, read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +13,7 @@ class Apart:
 
     points: list[tuple[float, float]]
     runs: tuple[dict[str, Any], ...]
+    other_path: bool = False  # a side ran by a dispatch path that is not the paper's
 
 
 def first_that_stays(points: list[tuple[float, float]]) -> tuple[float, float] | None:
@@ -46,13 +47,20 @@ def steps_apart(runs: Runs, scale: str, one: Query, other: Query) -> Apart | Non
 
 
 def lengths_apart(runs: Runs, scale: str, one: Query, other: Query) -> Apart | None:
-    """Difference of two sides of a benchmark at each length; the fastest path of each."""
-    sides = []
+    """Difference of two sides of a benchmark at each length; of the paper's dispatch paths, or
+    else of all there are, the fastest."""
+    sides, other_path = [], False
     for query in (one, other):
         side: dict[int, list[Reading]] = defaultdict(list)
-        for reading in runs.readings.get((scale, query.condition, query.metric), []):
-            if matches(reading, query.labels) and "length" in reading.labels:
-                side[int(reading.labels["length"])].append(reading)
+        found = [
+            reading
+            for reading in runs.readings.get((scale, query.condition, query.metric), [])
+            if matches(reading, query.labels) and "length" in reading.labels
+        ]
+        found, other = by_path(found, query.labels.get("path"))
+        other_path |= other
+        for reading in found:
+            side[int(reading.labels["length"])].append(reading)
         sides.append({length: best(readings) for length, readings in side.items()})
     shared = sorted(sides[0].keys() & sides[1].keys())
     if not shared:
@@ -61,4 +69,4 @@ def lengths_apart(runs: Runs, scale: str, one: Query, other: Query) -> Apart | N
     sign = -1 if pairs[0][1].unit in HIGHER_IS_BETTER else 1
     used = {reading.run["run_id"]: reading.run for _, *both in pairs for reading in both}
     points = [(length, sign * (x.value - y.value)) for length, x, y in pairs]
-    return Apart(points=points, runs=tuple(used.values()))
+    return Apart(points=points, runs=tuple(used.values()), other_path=other_path)

@@ -141,7 +141,9 @@ def _paper_scale(
     if is_machine_bound(cell) and others:
         return "not judgeable here", {"note": f"the paper's is {cell.hardware}, ours {others[0]}"}
     if found.other_path:
-        return "not judgeable here", {"note": "ours takes another dispatch path than the paper's"}
+        return "not judgeable here", {
+            "note": "ours is compiled or takes another dispatch path than the paper's"
+        }
     if any(run["source"] != "hub" for run in found.runs if run["kind"] != "bench"):
         # A local file may be the corpus, but nothing shows it.
         return "not judgeable here", {"note": "ours did not train on the corpus from the hub"}

@@ -144,14 +144,25 @@ def same_hardware(printed: str, run: dict[str, Any]) -> bool:
     return gpu_name(name) == gpu_name(run["hardware"]) and int(count) == run["hardware_count"]
 
 
-def _by_path(readings: list[Reading], wanted: Label | None) -> tuple[list[Reading], bool]:
+def by_path(readings: list[Reading], wanted: Label | None) -> tuple[list[Reading], bool]:
     """Readings of the wanted dispatch path (of any of the paper's where none is wanted), or else
     of the paths there are; and whether those are others than the paper's."""
     if not any("path" in reading.labels for reading in readings):
         return readings, False
     allowed = {PATH_NAMES.get(str(wanted), str(wanted))} if wanted else PAPER_PATHS
-    exact = [reading for reading in readings if reading.labels.get("path") in allowed]
+    exact = [
+        reading
+        for reading in readings
+        if reading.labels.get("path") in allowed and not _is_compiled(reading)
+    ]
     return (exact, False) if exact else (readings, True)
+
+
+def _is_compiled(reading: Reading) -> bool:
+    """Whether a dense model ran compiled or as a CUDA graph, which its run's notes say; the paper
+    runs eagerly. The block loop is never compiled."""
+    dense = reading.labels.get("path") == "dense"
+    return dense and bool(re.search(r"\blayers compiled\b|CUDA graph", reading.run["notes"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +192,7 @@ def read(runs: Runs, scale: str, query: Query) -> tuple[dict[int, Reading], bool
             not query.seeds or reading.run["kind"] == "bench" or reading.run["seed"] in query.seeds
         )
     ]
-    found, other_path = _by_path(found, query.labels.get("path"))
+    found, other_path = by_path(found, query.labels.get("path"))
     by_seed: dict[int, list[Reading]] = defaultdict(list)
     for reading in found:
         by_seed[reading.run["seed"]].append(reading)
@@ -189,10 +200,6 @@ def read(runs: Runs, scale: str, query: Query) -> tuple[dict[int, Reading], bool
     for reading in chosen.values():
         next(iter(chosen.values())).alike().check_alike(reading.alike(), query.name)
     return chosen, other_path
-
-
-def _has_seed(run: dict[str, Any], seeds: tuple[int, ...]) -> bool:
-    return not seeds or run["kind"] == "bench" or run["seed"] in seeds
 
 
 def _single(options: list[Reading], query: Query) -> Reading:

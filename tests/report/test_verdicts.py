@@ -4,7 +4,7 @@ import math
 import duckdb
 import pyarrow as pa
 import pytest
-from made_up_paper import CELLS, write_paper
+from made_up_paper import CELLS, cell, write_paper
 from synthetic import (
     CPU,
     H200,
@@ -288,6 +288,51 @@ def test_another_dispatch_path_does_not_judge(suite):
     suite.bench("toy-prefill", path="one_pass")
     row = suite.verdict("t2-128")
     assert row["verdict"] == "not judgeable here" and "dispatch path" in row["note"]
+
+
+@pytest.mark.parametrize(
+    "note, judged",
+    [
+        ("layers compiled; a timed call replays a CUDA graph of the whole pass", False),
+        ("run eagerly, without torch.compile", True),
+    ],
+)
+def test_a_compiled_dense_model_does_not_judge_an_eager_one(suite, note, judged):
+    spec = suite.spec("toy-prefill", seed=0)
+    metrics = [
+        metric.model_copy(update={"labels": metric.labels | {"path": "dense"}})
+        for metric in bench_metrics(spec)
+    ]
+    write_run(suite.runs, record_of(spec, metrics, hardware=H200, notes=(note,)))
+    row = suite.verdict("t2-128")
+    assert (row["verdict"] != "not judgeable here") == judged, row["note"]
+    assert (row["difference"] is not None) == judged
+    assert judged or "compiled" in row["note"]
+
+
+@pytest.mark.parametrize("path, judged", [("one_pass", False), ("loop", True)])
+def test_a_crossover_by_another_path_does_not_judge(suite, path, judged):
+    cells = [
+        cell(
+            "t2-cross", "2", "caption", "crossover", "128-256", condition="toy-prefill",
+            labels="model=fancy", versus="model=plain", op="crossover", unit="length",
+            metric="prefill_tokens_per_s", experiment="X2", hardware="H200", n_seeds="1",
+        )
+    ]  # fmt: skip
+    write_paper(suite.paper, [*CELLS, *cells])
+    spec = suite.spec("toy-prefill", seed=0)
+    metrics = [
+        metric.model_copy(
+            update={
+                "labels": metric.labels
+                | {"path": path if metric.labels["model"] == "fancy" else "dense"}
+            }
+        )
+        for metric in bench_metrics(spec)
+    ]
+    write_run(suite.runs, record_of(spec, metrics, hardware=H200))
+    row = suite.verdict("t2-cross")
+    assert (row["verdict"] != "not judgeable here") == judged, row["note"]
 
 
 def test_the_fastest_of_the_papers_paths_is_read(suite):
