@@ -44,10 +44,12 @@ class Evaluator:
 
     def __init__(self, runs: Runs, scale: str, corpus_of: dict[str, str]):
         self.runs, self.scale, self.corpus_of = runs, scale, corpus_of
+        self.other_path = False  # a figure came by another dispatch path than the paper's
 
     def _side(self, claim: Claim, side: Side) -> dict[int, Reading] | None:
-        query = self._query(claim, side)
-        return read(self.runs, self.scale, query)[0] or None
+        found, other_path = read(self.runs, self.scale, self._query(claim, side))
+        self.other_path |= other_path
+        return found or None
 
     def _query(self, claim: Claim, side: Side) -> Query:
         labels = {**claim.labels, **side.labels}
@@ -221,6 +223,7 @@ class Evaluator:
         found = apart(self.runs, self.scale, *sides)
         if found is None:
             return None
+        self.other_path |= found.other_path
         share = 100 / found.runs[0]["steps"] if claim.along == "training" else 1.0
         unit = "% of steps" if claim.along == "training" else "length"
         place = first_that_stays(found.points)
@@ -313,6 +316,10 @@ def claim_rows(claims: tuple[Claim, ...], runs: Runs, plan: Paper) -> Iterator[d
                     yield row | {"outcome": "not run", "needs": needs(claim, runs, plan)}
                 continue
             result, effect = found
+            if scale == "paper" and evaluator.other_path:
+                # Another program than the paper's can neither bear out nor refute what it timed.
+                result, reason = "undecided", "ours is compiled or takes another dispatch path"
+                effect.notes.append(reason)
             if regime := evaluator.other_regime(claim, effect.runs):
                 yield row | {"outcome": "undecided", "note": regime}
                 continue
