@@ -3,7 +3,11 @@
 from mol.base import read_toml
 from mol.plan.experiments import PAPER
 
-TABLES = [f"paper_tables/table{number:02}.{end}" for number in range(1, 15) for end in ("md", "csv", "tex")]
+TABLES = [
+    f"paper_tables/table{number:02}.{end}"
+    for number in range(1, 15)
+    for end in ("md", "csv", "tex")
+]
 
 # Read here without the drawing code: importing matplotlib would slow every call.
 FIGURES = [
