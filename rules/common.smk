@@ -65,3 +65,13 @@ CORPORA = {
     for spec in SPECS.values()
     if spec.kind == "train"
 }
+
+
+def local_text(corpus):
+    """A corpus's own files, whose change prepares it anew. `mol data` names a missing one."""
+    sources = (
+        s.data.source for s in SPECS.values() if s.kind == "train" and s.data.folder == corpus
+    )
+    source = next(sources)
+    files = (source.train, source.validation, source.test) if source.kind == "file" else ()
+    return [name for name in files if name and Path(name).exists()]

@@ -4,6 +4,7 @@
 rule corpus:
     input:
         spec=lambda wildcards: CORPORA[wildcards.corpus],
+        text=lambda wildcards: local_text(wildcards.corpus),
         code=HASHES["data"],
     output:
         meta=f"results/data/{SCALE}/{{corpus}}/meta.json",

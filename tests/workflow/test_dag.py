@@ -179,3 +179,26 @@ def test_a_wrong_configuration_stops_with_the_key(project):
     )
     assert done.returncode != 0
     assert "scale" in done.stdout + done.stderr and "'enormous'" in done.stdout + done.stderr
+
+
+def test_a_changed_text_file_prepares_its_corpus_anew(project):
+    text = project / "own.txt"
+    text.write_text("some text")
+    edit(
+        project / "config/config.yaml",
+        "sources: {}",
+        "sources: {fineweb_edu: {kind: file, train: own.txt}}",
+    )
+    planned = dry_run(project, "E10")
+    assert planned["corpus"] == 1 and planned["train"] == 7
+    specs = project / "results/specs/smoke/data"
+    (folder,) = (p.stem for p in specs.glob("fineweb_edu-*.json") if "own.txt" in p.read_text())
+    meta = project / f"results/data/smoke/{folder}/meta.json"
+    meta.parent.mkdir(parents=True)
+    later = time.time() + 10
+    meta.write_text("")
+    os.utime(meta, (later, later))
+    assert "corpus" not in dry_run(project, "E10")
+    text.write_text("another text")
+    os.utime(text, (later + 10, later + 10))
+    assert dry_run(project, "E10")["corpus"] == 1
