@@ -23,13 +23,10 @@ class Tally:
     """Sums over the scored targets; nats. `real` leaves PAD targets out, `all` counts them."""
 
     nll_real: float = 0.0
-    square_real: float = 0.0  # of per-sequence sums, for the standard error
     n_real: int = 0
     nll_all: float = 0.0
     n_all: int = 0
     sequences: int = 0
-    words: int = 0
-    bytes: int = 0
     per_sequence: list[tuple[float, int]] = field(default_factory=list)
     gap_sum: float = 0.0
     gap_pairs: int = 0

@@ -3,9 +3,7 @@
 import importlib.metadata
 import io
 import statistics
-import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +24,7 @@ from mol.model.transformer import LanguageModel
 from mol.plan.spec import TrainSpec, ZeroShotSpec
 from mol.store.record import Metric, Record, load_record, save_record
 from mol.train.checkpoint import WEIGHTS, load_weights
-from mol.train.environment import hardware, provenance
+from mol.train.environment import completed, start
 
 METRICS = ("acc", "acc_norm")
 SAMPLES = "samples.parquet"
@@ -217,7 +215,7 @@ def execute(
 
     Raises UserError when the trained run, its tokenizer or the items are absent or wrong.
     """
-    started, clock = datetime.now(UTC), time.monotonic()
+    started = start()
     check_tasks(spec.tasks)
     index = load_index(items)
     absent = _unavailable(spec.tasks, index)
@@ -242,17 +240,6 @@ def execute(
         for name in {SETS[name] for name in names}
         for split, file in index.sets[name].items()
     }
-    record = Record(
-        run_id=spec.run_id,
-        spec=spec,
-        status="complete",
-        started=started,
-        finished=datetime.now(UTC),
-        wall_s=time.monotonic() - clock,
-        hardware=hardware(device),
-        provenance=provenance("zeroshot", pins),
-        metrics=scores.metrics,
-        notes=notes,
-    )
+    record = completed(spec, started, device, "zeroshot", scores.metrics, notes, pins)
     save_record(out, record)
     return record

@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections import Counter
+from pathlib import Path
 
 from mol.base import UserError
 from mol.plan.build import plan
@@ -12,11 +13,11 @@ from mol.store.record import load_record
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_scale_arguments(parser)
-    parser.add_argument("--results", type=type(RESULTS), default=RESULTS, help="default: results")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="default: results")
     parser.add_argument("--json", action="store_true", help="print a list of rows")
 
 
-def state_of(folder) -> tuple[str, str]:
+def state_of(folder: Path) -> tuple[str, str]:
     """(complete | not run | interrupted | broken | missing, detail) of a run's folder."""
     record = folder / "record.json"
     if record.is_file():

@@ -4,7 +4,9 @@ Both are written beside their place and renamed, so a killed job leaves the last
 Neither executes code when read.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +20,24 @@ from mol.base import UserError
 STATE, WEIGHTS = "state.pt", "model.safetensors"
 
 
-def _sync_rename(source: Path, target: Path) -> None:
-    with open(source, "rb") as handle:
-        os.fsync(handle.fileno())
-    os.replace(source, target)
+@contextlib.contextmanager
+def _whole(target: Path) -> Iterator[Path]:
+    """A path to write to; what lies there is synced and takes `target`'s place at the end."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        yield part
+        with open(part, "rb") as handle:
+            os.fsync(handle.fileno())
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
     """Write everything a resumed run needs (tensors and plain Python values) to `state.pt`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f".{STATE}.{os.getpid()}"
-    try:
+    with _whole(folder / STATE) as part:
         torch.save(state, part)
-        _sync_rename(part, folder / STATE)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def load_state(folder: Path, run_id: str) -> dict[str, Any] | None:
@@ -54,16 +59,11 @@ def load_state(folder: Path, run_id: str) -> dict[str, Any] | None:
 
 def save_weights(folder: Path, model: nn.Module, metadata: dict[str, str]) -> None:
     """Write the weights in fp32 with `metadata` (run_id, config, tokenizer hash)."""
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: p.detach().float().cpu().contiguous() for name, p in model.state_dict().items()
     }
-    part = folder / f".{WEIGHTS}.{os.getpid()}"
-    try:
+    with _whole(folder / WEIGHTS) as part:
         save_file(tensors, part, metadata=metadata)
-        _sync_rename(part, folder / WEIGHTS)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def load_weights(folder: Path, model: nn.Module, tokenizer_sha256: str) -> None:

@@ -7,13 +7,18 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from mol.base import UserError
 from mol.plan.hashes import ROOT, Group, source_hash
-from mol.store.record import Hardware, Provenance
+from mol.plan.spec import RunSpec
+from mol.store.record import Hardware, Metric, Provenance, Record
 
 PACKAGES = ("torch", "numpy", "tokenizers", "triton", "flash-linear-attention", "lm_eval")
 
@@ -81,4 +86,39 @@ def provenance(group: Group, data: dict[str, str] | None = None) -> Provenance:
         versions=_versions(),
         data=data or {},
         command=shlex.join(["mol", *sys.argv[1:]]),
+    )
+
+
+class Started(NamedTuple):
+    """When a run began: the date for its record, and a clock that never goes back."""
+
+    at: datetime
+    clock: float
+
+
+def start() -> Started:
+    return Started(datetime.now(UTC), time.monotonic())
+
+
+def completed(
+    spec: RunSpec,
+    started: Started,
+    device: torch.device,
+    group: Group,
+    metrics: Sequence[Metric],
+    notes: Sequence[str] = (),
+    data: dict[str, str] | None = None,
+) -> Record:
+    """The record of a run that has just ended."""
+    return Record(
+        run_id=spec.run_id,
+        spec=spec,
+        status="complete",
+        started=started.at,
+        finished=datetime.now(UTC),
+        wall_s=time.monotonic() - started.clock,
+        hardware=hardware(device),
+        provenance=provenance(group, data),
+        metrics=tuple(metrics),
+        notes=tuple(notes),
     )

@@ -1,7 +1,7 @@
 """The training loop: resumable at any step, bit-identical on a CPU for a given thread count."""
 
+import io
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import nn
 
-from mol.base import UserError
+from mol.base import UserError, write_atomic
 from mol.data.loader import TokenBatches, eval_sequences
 from mol.evaluate.perplexity import score, scoring_batch
 from mol.model.transformer import LanguageModel
@@ -199,10 +199,6 @@ def write_curve(path: Path, rows: list[tuple[int, int, str, float]]) -> None:
     columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
     types = {"step": pa.int64(), "tokens": pa.int64(), "name": pa.string(), "value": pa.float64()}
     table = pa.table({n: pa.array(columns[n], types[n]) for n in names})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.parent / f".{path.name}.{os.getpid()}"
-    try:
-        pq.write_table(table, part)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer)
+    write_atomic(path, buffer.getvalue())

@@ -3,8 +3,6 @@
 import json
 import math
 import resource
-import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -17,7 +15,7 @@ from mol.ops.selfcheck import run_checks
 from mol.plan.spec import TrainSpec
 from mol.store.record import Metric, Record, save_record
 from mol.train.checkpoint import STATE, save_weights
-from mol.train.environment import hardware, provenance
+from mol.train.environment import completed, start
 from mol.train.loop import Trained, train, write_curve
 
 
@@ -104,7 +102,7 @@ def execute(
     Returns None when `stop_after` ended the call before the last step: the checkpoint is then
     all there is. Other `options` are those of `mol.train.loop.train`.
     """
-    started, clock = datetime.now(UTC), time.monotonic()
+    started = start()
     meta = load_meta(corpus)
     notes = [f"text: {meta.source.name}", *check_kernels(device)]
     trained = train(spec, corpus, out, device, **options)
@@ -126,18 +124,7 @@ def execute(
         },
     )
     write_curve(out / "curve.parquet", trained.curve)
-    record = Record(
-        run_id=spec.run_id,
-        spec=spec,
-        status="complete",
-        started=started,
-        finished=datetime.now(UTC),
-        wall_s=time.monotonic() - clock,
-        hardware=hardware(device),
-        provenance=provenance("train", data_hashes(meta)),
-        metrics=tuple(metrics),
-        notes=tuple(notes),
-    )
+    record = completed(spec, started, device, "train", metrics, notes, data_hashes(meta))
     save_record(out, record)
     (out / STATE).unlink(missing_ok=True)
     return record
