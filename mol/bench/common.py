@@ -59,9 +59,21 @@ def layers_compiled(model: LanguageModel, device: torch.device) -> Iterator[None
 
 
 def attention_backend(heads: int, width: int, length: int, device: torch.device, dtype: str) -> str:
-    """Which of its back ends torch takes for causal attention of this shape, by its own name."""
+    """Which of its back ends torch takes for causal attention of this shape: flash, cudnn ..."""
     q = torch.empty(1, heads, length, width, device=device, dtype=DTYPES[dtype])
-    return SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name.lower()
+    name = SDPBackend(torch._fused_sdp_choice(q, q, q, is_causal=True)).name
+    return name.lower().removesuffix("_attention")
+
+
+def mode_of(*, compiled: bool, graphed: bool) -> str:
+    """The label `mode` of a timing: how its calls ran. The report reads it to keep figures of
+    another mode from judging the paper's, which are eager (Table 7, 5.5)."""
+    return {
+        (False, False): "eager",
+        (True, False): "compiled",
+        (False, True): "graph",
+        (True, True): "compiled_graph",
+    }[compiled, graphed]
 
 
 def without_tuning_by_length() -> None:

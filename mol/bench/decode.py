@@ -8,6 +8,7 @@ from torch import Tensor
 from mol.bench.common import (
     Outcome,
     layers_compiled,
+    mode_of,
     out_of_memory_noted,
     random_ids,
     random_model,
@@ -68,8 +69,8 @@ def run(spec: DecodeBench, device: torch.device, seed: int) -> Outcome:
         notes += found.notes
     if device.type == "cuda":
         notes.append(
-            "CUDA graph: each timed call copies the ids and replays one graph of the whole step, "
-            "its layers compiled; the position and the cache advance on the device"
+            "each timed call copies the ids and replays one graph of the whole step; the position "
+            "and the cache advance on the device"
         )
     return Outcome(metrics, notes)
 
@@ -90,7 +91,9 @@ def _one_model(
     model = random_model(config, device, spec.dtype, seed)
     ids_CB = random_ids(config.vocab_size, (calls, spec.batch_size), device, seed)
     for context in spec.contexts:
-        labels = {"model": name, "context": context, "batch": spec.batch_size}
+        on_gpu = device.type == "cuda"
+        mode = mode_of(compiled=on_gpu, graphed=on_gpu)
+        labels = {"model": name, "context": context, "batch": spec.batch_size, "mode": mode}
         what = f"{name}, context {context}"
         with torch.no_grad(), out_of_memory_noted(notes, what), layers_compiled(model, device):
             shortest = context == min(spec.contexts)

@@ -3,7 +3,7 @@ masks the others; router, gather and scatter included."""
 
 import torch
 
-from mol.bench.common import DTYPES, Outcome, out_of_memory_noted
+from mol.bench.common import DTYPES, Outcome, mode_of, out_of_memory_noted
 from mol.bench.config import DispatchBench, DispatchCase
 from mol.bench.paths import dense_restricted
 from mol.bench.timing import interleave
@@ -28,8 +28,8 @@ def stage_of(spec: DispatchBench, case: DispatchCase) -> SplitStage:
 def run(spec: DispatchBench, device: torch.device, seed: int) -> Outcome:
     """`dispatch_ms` of both paths and `dispatch_speedup`, the ratio of their medians, by case.
     The forward pass is timed, the two paths in turn."""
-    metrics = []
-    notes = [] if spec.compiled else ["run eagerly, without torch.compile"]
+    metrics, notes = [], []
+    mode = mode_of(compiled=spec.compiled, graphed=False)
     rope = Rope(spec.d_thin // spec.n_heads)
     shape = (spec.batch_size, spec.seq_len, spec.d_model)
     for case in spec.cases:
@@ -40,7 +40,7 @@ def run(spec: DispatchBench, device: torch.device, seed: int) -> Outcome:
         paths = {"dense_restricted": dense_restricted(stage), "sparse": stage.forward}
         if spec.compiled:
             paths = {name: compiled(path) for name, path in paths.items()}
-        labels = {"top_k": case.top_k, "n_blocks": case.n_blocks, "compiled": spec.compiled}
+        labels = {"top_k": case.top_k, "n_blocks": case.n_blocks, "mode": mode}
         calls = {
             name: lambda path=path, x_BTD=x_BTD: path(x_BTD, rope) for name, path in paths.items()
         }

@@ -6,6 +6,7 @@ from mol.bench.common import (
     Outcome,
     attention_backend,
     layers_compiled,
+    mode_of,
     out_of_memory_noted,
     random_ids,
     random_model,
@@ -38,8 +39,8 @@ def run(spec: PrefillBench, device: torch.device, seed: int) -> Outcome:
         notes += found.notes
     if device.type == "cuda":
         notes.append(
-            f"layers compiled; up to {GRAPH_UP_TO} tokens a timed call replays a CUDA graph of the "
-            "whole pass; the block loop is neither compiled nor captured"
+            f"up to {GRAPH_UP_TO} tokens a timed call replays a CUDA graph of the whole pass; the "
+            "block loop is neither compiled nor captured"
         )
     return Outcome(metrics, notes)
 
@@ -57,30 +58,35 @@ def _one_model(
             return model.logits(model(ids_BT).hidden[:, -1])
 
         for path in paths_of(config, spec.paths):
-            labels = {"model": name, "length": length, "path": path}
             # The loop reads token counts on the host: neither compiled nor captured.
             looped = path == "loop"
+            on_gpu = device.type == "cuda"
+            captured = on_gpu and not looped and length <= GRAPH_UP_TO
+            labels = {"model": name, "length": length, "path": path}
+            labels["attention"] = _backend(config, length, device, spec.dtype)
+            mode = mode_of(compiled=on_gpu and not looped, graphed=captured)
+            mode_of_memory = mode_of(compiled=on_gpu and not looped, graphed=False)
             by_path = stages_by(model, loop) if looped else layers_compiled(model, device)
             what = f"{name}, {path}, {length} tokens"
             with torch.no_grad(), out_of_memory_noted(notes, what), by_path:
-                captured = device.type == "cuda" and not looped and length <= GRAPH_UP_TO
                 call = Captured(prefill, ids_BT) if captured else prefill
                 timing = measure(
                     lambda c=call, ids=ids_BT: c(ids), spec.warmup, spec.repeats, device
                 )
-                metrics.append(timing.rate("prefill_tokens_per_s", length, labels))
+                timed = labels | {"mode": mode, "statistic": "median"}
+                metrics.append(timing.rate("prefill_tokens_per_s", length, timed))
                 del call  # a graph keeps the memory of its intermediate results
-                metrics += peak_memory(prefill, device, labels)
-    if device.type == "cuda":
-        notes.append(f"{name}: {_backends(config, spec, device)}")
+                metrics += peak_memory(prefill, device, labels | {"mode": mode_of_memory})
     return Outcome(metrics, notes)
 
 
-def _backends(config: ModelConfig, spec: PrefillBench, device: torch.device) -> str:
-    """Which attention ran in a full-width layer or in the shared blocks, at each length."""
+def _backend(config: ModelConfig, length: int, device: torch.device, dtype: str) -> str:
+    """Which attention runs in a full-width layer or in the shared blocks; "none" where no layer
+    attends by softmax."""
     layer = config.layer
-    width = layer.d_thin if layer.kind == "split" else config.d_model
-    shape = (layer.n_heads, width // layer.n_heads)
-    chosen = (attention_backend(*shape, n, device, spec.dtype) for n in spec.lengths)
-    names = ", ".join(f"{n}: {name}" for n, name in zip(spec.lengths, chosen, strict=True))
-    return f"torch's choice for causal attention with {shape[0]} heads of {shape[1]}, {names}"
+    split = layer.kind == "split"
+    attention = getattr(layer, "attention", "softmax")  # full-width mixtures have no choice
+    if attention == "deltanet" and not (split and layer.n_shared):
+        return "none"
+    width = layer.d_thin if split else config.d_model
+    return attention_backend(layer.n_heads, width // layer.n_heads, length, device, dtype)

@@ -6,7 +6,12 @@ import os
 import torch
 
 from mol.bench import common
-from mol.bench.common import attention_backend, layers_compiled, without_tuning_by_length
+from mol.bench.common import (
+    attention_backend,
+    layers_compiled,
+    mode_of,
+    without_tuning_by_length,
+)
 from mol.model.config import DenseLayer, ModelConfig
 from mol.model.transformer import LanguageModel
 
@@ -22,7 +27,13 @@ def test_layers_run_as_they_are_on_a_cpu():
 
 def test_the_back_end_has_torch_s_own_name():
     name = attention_backend(heads=2, width=8, length=16, device=CPU, dtype="fp32")
-    assert name in ("math", "flash_attention", "efficient_attention", "cudnn_attention")
+    assert name in ("math", "flash", "efficient", "cudnn")
+
+
+def test_each_way_to_run_has_a_mode_of_its_own():
+    ways = [(c, g) for c in (False, True) for g in (False, True)]
+    modes = [mode_of(compiled=c, graphed=g) for c, g in ways]
+    assert modes == ["eager", "graph", "compiled", "compiled_graph"]
 
 
 def test_the_l2_norm_is_given_one_launch_shape(monkeypatch):

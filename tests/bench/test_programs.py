@@ -72,6 +72,13 @@ def test_prefill_has_a_figure_for_each_model_length_and_path():
     }
     assert found.keys() == dense | routed
     assert outcome.notes == []
+    backends = {name: {m.labels["attention"] for k, m in found.items() if k[0] == name}
+                for name in MODELS}  # fmt: skip
+    assert backends.pop("dense-delta") == {"none"}  # no layer of it attends by softmax
+    assert all(b <= {"math", "flash", "efficient", "cudnn"} for b in backends.values())
+    assert {(m.labels["mode"], m.labels["statistic"]) for m in found.values()} == {
+        ("eager", "median")
+    }
 
 
 def test_prefill_without_memory_leaves_a_note_and_the_other_figures(monkeypatch):
@@ -91,7 +98,9 @@ def test_prefill_without_memory_leaves_a_note_and_the_other_figures(monkeypatch)
 
 def test_decode_times_every_context_and_the_shortest_without_a_cache():
     spec = DecodeBench(models=MODELS, contexts=(4, 11), batch_size=2, **TIMED)
-    found = figures(decode.run(spec, CPU, seed=0), "decode_ms", "model", "context", "cache")
+    outcome = decode.run(spec, CPU, seed=0)
+    found = figures(outcome, "decode_ms", "model", "context", "cache")
+    assert {m.labels["mode"] for m in outcome.metrics} == {"eager"}
     cases = ((4, True), (4, False), (11, True))
     assert found.keys() == {(name, *case) for name in MODELS for case in cases}
 
@@ -124,7 +133,9 @@ def test_a_filled_cache_has_the_shape_of_one_that_was_computed(name):
 
 def test_attention_times_both_kinds_at_every_length():
     spec = AttentionBench(d_model=32, n_heads=2, d_ff=48, batch_size=2, lengths=(8, 20), **TIMED)
-    found = figures(attention.run(spec, CPU, seed=0), "attention_ms", "attention", "length")
+    outcome = attention.run(spec, CPU, seed=0)
+    found = figures(outcome, "attention_ms", "attention", "length")
+    assert {m.labels["mode"] for m in outcome.metrics} == {"eager"}
     assert found.keys() == {(kind, t) for kind in ("softmax", "deltanet") for t in (8, 20)}
 
 
@@ -134,9 +145,9 @@ def test_dispatch_times_both_paths_and_their_ratio():
         d_model=32, d_thin=16, n_heads=2, d_ff=24, cases=cases, seq_len=9, batch_size=2, **TIMED
     )
     outcome = dispatch.run(spec, CPU, seed=0)
-    times = figures(outcome, "dispatch_ms", "top_k", "n_blocks", "compiled", "path")
-    ratios = figures(outcome, "dispatch_speedup", "top_k", "n_blocks", "compiled")
-    assert ratios.keys() == {(2, 3, False), (1, 8, False)}
+    times = figures(outcome, "dispatch_ms", "top_k", "n_blocks", "mode", "path")
+    ratios = figures(outcome, "dispatch_speedup", "top_k", "n_blocks", "mode")
+    assert ratios.keys() == {(2, 3, "eager"), (1, 8, "eager")}
     for case, ratio in ratios.items():
         dense, sparse = times[*case, "dense_restricted"], times[*case, "sparse"]
         assert ratio.value == pytest.approx(dense.value / sparse.value)

@@ -98,6 +98,10 @@ def write_train(runs_root: Path, spec: TrainSpec, nll: float, **changes) -> Path
     return write_run(runs_root, record, curve_of(spec, nll))
 
 
+# How a program runs on a CPU, as its labels say.
+EAGER = {"mode": "eager", "attention": "flash", "statistic": "median"}
+
+
 def bench_metrics(spec: BenchSpec) -> list[Metric]:
     """One figure for each case of the benchmark, in the names that the programs use."""
 
@@ -109,25 +113,25 @@ def bench_metrics(spec: BenchSpec) -> list[Metric]:
     if bench.program == "prefill":
         return [
             timing("prefill_tokens_per_s", 2e6 / (i + 4), "token/s", model=model, length=length,
-                   path="one_pass" if "mol" in model else "dense")
+                   path="one_pass" if "mol" in model else "dense", **EAGER)
             for i, model in enumerate(bench.models) for length in bench.lengths
         ]  # fmt: skip
     if bench.program == "decode":
         return [
             timing("decode_ms", 1 + context / 1000, "ms/token", model=model, context=context,
-                   cache=True)
+                   cache=True, mode="eager")
             for model in bench.models for context in bench.contexts
         ]  # fmt: skip
     if bench.program == "attention":
         return [
             timing("attention_ms", length / (100 if kind == "softmax" else 200), "ms",
-                   attention=kind, length=length)
+                   attention=kind, length=length, mode="eager")
             for kind in ("softmax", "deltanet") for length in bench.lengths
         ]  # fmt: skip
     if bench.program == "dispatch":
         return [
             timing("dispatch_speedup", 1.5, "ratio", top_k=case.top_k, n_blocks=case.n_blocks,
-                   compiled=bench.compiled)
+                   mode="compiled" if bench.compiled else "eager")
             for case in bench.cases
         ]  # fmt: skip
     if bench.program == "logit_diff":
