@@ -23,7 +23,10 @@ LENGTHS = {
     "train_step": "seq_len",
 }
 # A program without such an argument refuses the option, by its configuration.
-OPTIONS = ("device", "dtype", "warmup", "repeats", "batch_size", "compiled", "paths", "devices")
+OPTIONS = (
+    "device", "dtype", "warmup", "repeats", "batch_size", "compiled", "paths", "run_as",
+    "devices",
+)  # fmt: skip
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +45,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, help="calls before timing starts")
     parser.add_argument("--repeats", type=int, help="timed calls")
     parser.add_argument("--compiled", action="store_true", default=None, help="dispatch: compile")
-    parser.add_argument("--paths", nargs="+", metavar="PATH", help="prefill: one_pass, loop")
+    parser.add_argument(
+        "--paths", nargs="+", metavar="PATH", help="prefill: one_pass, loop, batched"
+    )
+    parser.add_argument("--run-as", help="prefill: paper (eager, FlashAttention-2) or fastest")
     parser.add_argument("--devices", type=int, help="sharding: how many devices")
     parser.add_argument("--json", action="store_true", help="print the record")
 

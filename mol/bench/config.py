@@ -20,13 +20,19 @@ class Timed(Frozen):
 
 
 class PrefillBench(Timed):
-    """Table 7: prompt tokens a second at batch 1, model by model and length by length. Models
-    with routed blocks are timed once by each of `paths`: all blocks in one pass, or a loop."""
+    """Table 7: prompt tokens a second at batch 1, model by model and length by length.
+
+    Models with routed blocks are timed once by each of `paths`: all blocks in one pass, block by
+    block, or blocks as further heads of one call (5.6). `run_as`: `paper` is eager, with
+    FlashAttention-2, and gives the mean; `fastest` is compiled or captured as a CUDA graph, with
+    torch's choice of attention, and gives the median.
+    """
 
     program: Literal["prefill"] = "prefill"
     models: dict[str, ModelConfig]
     lengths: tuple[PositiveInt, ...]
-    paths: tuple[Literal["one_pass", "loop"], ...] = ("one_pass",)
+    paths: tuple[Literal["one_pass", "loop", "batched"], ...] = ("one_pass",)
+    run_as: Literal["paper", "fastest"] = "fastest"
 
 
 class DecodeBench(Timed):

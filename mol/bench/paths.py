@@ -54,7 +54,7 @@ def loop(stage: SplitStage) -> Forward:
             total_XD.index_add_(0, token_n, y_nD * weight_XE[token_n, block, None].to(y_nD.dtype))
         return total_XD
 
-    return _forward(stage, routed)
+    return as_stage(stage, routed)
 
 
 def dense_restricted(stage: SplitStage) -> Forward:
@@ -72,7 +72,7 @@ def dense_restricted(stage: SplitStage) -> Forward:
     def routed(x_XD: Tensor, weight_XE: Tensor, mine_XE: Tensor, length: int, rope: Rope) -> Tensor:
         n_blocks, (n_tokens, width) = blocks.n_blocks, x_XD.shape
         h_EXd = x_XD @ blocks.down
-        normed = _norm(h_EXd, blocks.attention_norm)
+        normed = block_norm(h_EXd, blocks.attention_norm)
         qkv = normed @ attention.qkv + attention.qkv_bias[:, None]
         q, k, v = qkv.view(n_blocks, n_tokens, 3, attention.n_heads, -1).unbind(2)
         time_X = torch.arange(length, device=x_XD.device).repeat(n_tokens // length)
@@ -81,14 +81,14 @@ def dense_restricted(stage: SplitStage) -> Forward:
         o = F.scaled_dot_product_attention(*by_sequence, attn_mask=_mask(mine_XE, length))
         o_EXd = o.transpose(1, 2).reshape(h_EXd.shape)
         inner = o_EXd @ attention.out + attention.out_bias[:, None]
-        ffn = F.gelu(_norm(h_EXd + inner, blocks.ffn_norm) @ blocks.ffn_in, approximate="tanh")
+        ffn = F.gelu(block_norm(h_EXd + inner, blocks.ffn_norm) @ blocks.ffn_in, approximate="tanh")
         z_EXd = (inner + ffn @ blocks.ffn_out) * weight_XE.t()[..., None].to(x_XD.dtype)
         return z_EXd.transpose(0, 1).reshape(n_tokens, -1) @ blocks.up.view(-1, width)
 
-    return _forward(stage, routed)
+    return as_stage(stage, routed)
 
 
-def _forward(stage: SplitStage, routed: Callable[..., Tensor]) -> Forward:
+def as_stage(stage: SplitStage, routed: Callable[..., Tensor]) -> Forward:
     """A stage whose weighted sum over routed blocks is `routed(x, weights, mine, T, rope)`."""
     config = stage.config
 
@@ -154,7 +154,8 @@ def _plan(token_n: Tensor, batch: int, length: int) -> RoutePlan:
     )
 
 
-def _norm(h_EXd: Tensor, weight_Ed: Tensor) -> Tensor:
+def block_norm(h_EXd: Tensor, weight_Ed: Tensor) -> Tensor:
+    """RMSNorm of each block's rows, with the block's own weight."""
     return F.rms_norm(h_EXd, h_EXd.shape[-1:], eps=EPS) * weight_Ed[:, None]
 
 

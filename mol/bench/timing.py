@@ -39,10 +39,11 @@ class Timing:
         """The median as a metric in `unit` ("ms" or "ms/token", one token a call)."""
         return _metric(name, unit, self.median, self.samples, labels)
 
-    def rate(self, name: str, tokens: int, labels: Labels) -> Metric:
-        """`tokens` a call as tokens a second at the median time."""
+    def rate(self, name: str, tokens: int, labels: Labels, mean: bool = False) -> Metric:
+        """`tokens` a call as tokens a second at the median (or mean) time."""
         rates = [1e3 * tokens / ms for ms in self.samples]
-        return _metric(name, "token/s", 1e3 * tokens / self.median, rates, labels)
+        middle = self.mean if mean else self.median
+        return _metric(name, "token/s", 1e3 * tokens / middle, rates, labels)
 
     def over(self, other: "Timing", name: str, labels: Labels) -> Metric:
         """Ratio of the medians; the spread is that of the pairs, which were taken side by side."""

@@ -13,6 +13,7 @@ from mol.bench import (
     prefill,
     train_step,
 )
+from mol.bench.batched import batched
 from mol.bench.config import (
     AttentionBench,
     DecodeBench,
@@ -79,6 +80,20 @@ def test_prefill_has_a_figure_for_each_model_length_and_path():
     assert {(m.labels["mode"], m.labels["statistic"]) for m in found.values()} == {
         ("eager", "median")
     }
+
+
+def test_the_papers_protocol_takes_its_paths_and_means():
+    spec = PrefillBench(
+        models=MODELS, lengths=(9,), paths=("loop", "batched"), run_as="paper", **TIMED
+    )
+    outcome = prefill.run(spec, CPU, seed=0)
+    found = figures(outcome, "prefill_tokens_per_s", "model", "path")
+    assert {path for name, path in found if "mol" in name} == {"loop", "batched"}
+    assert {(m.labels["mode"], m.labels["statistic"]) for m in found.values()} == {
+        ("eager", "mean")
+    }
+    # The mean of two times, not of two rates: their harmonic mean.
+    assert all(m.value == pytest.approx(2 / (1 / m.low + 1 / m.high)) for m in found.values())
 
 
 def test_prefill_without_memory_leaves_a_note_and_the_other_figures(monkeypatch):
@@ -213,7 +228,7 @@ def test_paths_compute_the_stage(layer, length):
     stage, rope = SplitStage(layer, 32).double(), Rope(8)
     x_BTD = torch.randn(3, length, 32, dtype=torch.float64)
     expected = reference_stage(stage, x_BTD, rope)
-    paths = [loop] if layer.attention == "deltanet" else [loop, dense_restricted]
+    paths = [loop, batched] + [dense_restricted] * (layer.attention == "softmax")
     _, balance, routes = stage(x_BTD, rope)
     for path in paths:
         with torch.no_grad():
