@@ -18,7 +18,7 @@ from mol.bench.common import (
 )
 from mol.bench.config import PrefillBench
 from mol.bench.paths import loop, stages_by
-from mol.bench.timing import measure, peak_memory
+from mol.bench.timing import measure, peak_memory, watch_memory
 from mol.model.config import ModelConfig
 from mol.model.transformer import LanguageModel
 from mol.ops.graph import Captured
@@ -75,6 +75,7 @@ def _one_model(
                 labels = {"model": name, "length": length, "path": path}
                 labels["attention"] = _backend(config, length, device, spec.dtype)
                 call = Captured(prefill, ids_BT) if graphed else prefill
+                watch_memory(device)
                 timing = measure(
                     lambda c=call, ids=ids_BT: c(ids), spec.warmup, spec.repeats, device
                 )
@@ -82,9 +83,12 @@ def _one_model(
                 mode = mode_of(compiled=compiled, graphed=graphed)
                 timed = labels | {"mode": mode, "statistic": "mean" if mean else "median"}
                 metrics.append(timing.rate("prefill_tokens_per_s", length, timed, mean))
-                del call  # a graph keeps the memory of its intermediate results
+                del call
+                if graphed:  # a graph keeps the memory of its intermediate results
+                    watch_memory(device)
+                    prefill()
                 without = mode_of(compiled=compiled, graphed=False)
-                metrics += peak_memory(prefill, device, labels | {"mode": without})
+                metrics += peak_memory(device, labels | {"mode": without})
     return Outcome(metrics, notes)
 
 

@@ -102,14 +102,18 @@ def _once_cuda(fn: Callable) -> float:
     return start.elapsed_time(end)
 
 
-def peak_memory(fn: Callable, device: torch.device, labels: Labels) -> list[Metric]:
-    """Largest number of bytes that tensors held on the GPU during one call of `fn`, weights
-    included. Empty on a CPU, where the allocator keeps no such count (`fn` is not called)."""
+def watch_memory(device: torch.device) -> None:
+    """Start counting what tensors hold on the GPU, for `peak_memory`."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device, labels: Labels) -> list[Metric]:
+    """Largest number of bytes that tensors held on the GPU since `watch_memory`, weights
+    included. Empty on a CPU, where the allocator keeps no such count."""
     if device.type != "cuda":
         return []
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats(device)
-    fn()
     torch.cuda.synchronize()
     value = torch.cuda.max_memory_allocated(device)
     return [Metric(name="peak_memory", value=value, unit="byte", labels=labels)]
