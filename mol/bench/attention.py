@@ -9,6 +9,7 @@ from mol.bench.common import (
     mode_of,
     out_of_memory_noted,
     random_model,
+    told,
 )
 from mol.bench.config import AttentionBench
 from mol.bench.timing import interleave
@@ -47,7 +48,7 @@ def run(spec: AttentionBench, device: torch.device, seed: int) -> Outcome:
             for attention, timing in timings.items():
                 eager = mode_of(compiled=False, graphed=False)
                 labels = {"attention": attention, "length": length, "mode": eager}
-                metrics.append(timing.duration("attention_ms", "ms", labels))
+                metrics.append(told(timing.duration("attention_ms", "ms", labels)))
     if device.type == "cuda":
         head = spec.d_model // spec.n_heads
         chosen = (

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,6 +83,14 @@ def without_tuning_by_length() -> None:
     be called before that package is first used."""
     os.environ.setdefault("FLA_CACHE_MODE", "default")
     os.environ.setdefault("FLA_CONFIG_DIR", str(Path(__file__).parent / "fla"))
+
+
+def told(metric: Metric) -> Metric:
+    """The metric, after a line about it on the error stream: long benchmarks show how far they are,
+    and what they had found if they are stopped."""
+    labels = " ".join(f"{key}={value}" for key, value in metric.labels.items())
+    print(f"{metric.name} {labels}: {metric.value:.5g} {metric.unit}", file=sys.stderr, flush=True)
+    return metric
 
 
 @contextmanager

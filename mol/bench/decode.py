@@ -12,6 +12,7 @@ from mol.bench.common import (
     out_of_memory_noted,
     random_ids,
     random_model,
+    told,
 )
 from mol.bench.config import DecodeBench
 from mol.bench.timing import interleave
@@ -100,9 +101,8 @@ def _one_model(
             ways = _ways(model, ids_CB, context, shortest, seed)
             timings = interleave(ways, spec.warmup, spec.repeats, device)
             for has_cache, timing in timings.items():
-                metrics.append(
-                    timing.duration("decode_ms", "ms/token", labels | {"cache": has_cache})
-                )
+                labels |= {"cache": has_cache}
+                metrics.append(told(timing.duration("decode_ms", "ms/token", labels)))
     return Outcome(metrics, notes)
 
 

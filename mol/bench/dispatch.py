@@ -3,7 +3,7 @@ masks the others; router, gather and scatter included."""
 
 import torch
 
-from mol.bench.common import DTYPES, Outcome, mode_of, out_of_memory_noted
+from mol.bench.common import DTYPES, Outcome, mode_of, out_of_memory_noted, told
 from mol.bench.config import DispatchBench, DispatchCase
 from mol.bench.paths import dense_restricted
 from mol.bench.timing import interleave
@@ -47,7 +47,8 @@ def run(spec: DispatchBench, device: torch.device, seed: int) -> Outcome:
         with torch.no_grad(), out_of_memory_noted(notes, f"{case.top_k} of {case.n_blocks}"):
             timings = interleave(calls, spec.warmup, spec.repeats, device)
             for path, timing in timings.items():
-                metrics.append(timing.duration("dispatch_ms", "ms", labels | {"path": path}))
+                labels_of = labels | {"path": path}
+                metrics.append(told(timing.duration("dispatch_ms", "ms", labels_of)))
             dense, sparse = timings["dense_restricted"], timings["sparse"]
             metrics.append(dense.over(sparse, "dispatch_speedup", labels))
     return Outcome(metrics, notes)

@@ -15,6 +15,7 @@ from mol.bench.common import (
     out_of_memory_noted,
     random_ids,
     random_model,
+    told,
 )
 from mol.bench.config import PrefillBench
 from mol.bench.paths import loop, stages_by
@@ -82,7 +83,7 @@ def _one_model(
                 mean = spec.run_as == "paper"
                 mode = mode_of(compiled=compiled, graphed=graphed)
                 timed = labels | {"mode": mode, "statistic": "mean" if mean else "median"}
-                metrics.append(timing.rate("prefill_tokens_per_s", length, timed, mean))
+                metrics.append(told(timing.rate("prefill_tokens_per_s", length, timed, mean)))
                 del call
                 if graphed:  # a graph keeps the memory of its intermediate results
                     watch_memory(device)

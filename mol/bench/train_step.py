@@ -2,7 +2,14 @@
 
 import torch
 
-from mol.bench.common import DTYPES, Outcome, out_of_memory_noted, random_ids, random_model
+from mol.bench.common import (
+    DTYPES,
+    Outcome,
+    out_of_memory_noted,
+    random_ids,
+    random_model,
+    told,
+)
 from mol.bench.config import TrainStepBench
 from mol.bench.timing import measure, peak_memory, watch_memory
 from mol.ops.cross_entropy import linear_cross_entropy
@@ -36,6 +43,6 @@ def run(spec: TrainStepBench, device: torch.device, seed: int) -> Outcome:
         with out_of_memory_noted(notes, f"{name}, {spec.batch_size} x {spec.seq_len}"):
             watch_memory(device)
             timing = measure(step, spec.warmup, spec.repeats, device)
-            metrics.append(timing.rate("train_tokens_per_s", targets_BT.numel(), labels))
+            metrics.append(told(timing.rate("train_tokens_per_s", targets_BT.numel(), labels)))
             metrics += peak_memory(device, labels)
     return Outcome(metrics, notes)
