@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pydantic
 from pydantic import Field
 
-from mol.base import Frozen, one_line, read_toml
+from mol.base import Frozen, UserError, one_line, read_toml
 from mol.data.config import Corpus, PackedLayout, PaddedLayout
 from mol.model.config import ModelConfig
 from mol.plan.spec import OptimSpec
@@ -52,6 +52,8 @@ class BenchEntry(pydantic.BaseModel):
     program: str
     models: tuple[str, ...] = ()
     at_paper_size: bool = False
+    # Labels of the figures that may judge the paper's: how its own program ran.
+    protocol: dict[str, tuple[str, ...]] = {}
     smoke: dict[str, Any]
     paper: dict[str, Any]
 
@@ -89,9 +91,13 @@ class Paper(Frozen):
 @functools.cache
 def load_experiments(folder: Path = PAPER) -> Paper:
     """Experiments and conditions below `folder`. Raises UserError naming the file and key."""
-    try:
-        return Paper(
-            **read_toml(folder / "conditions.toml"), **read_toml(folder / "experiments.toml")
+    conditions = read_toml(folder / "conditions.toml")
+    experiments = read_toml(folder / "experiments.toml")
+    if twice := sorted(conditions.keys() & experiments.keys()):
+        raise UserError(
+            f"{folder / 'experiments.toml'}: {twice[0]} stands in conditions.toml too; leave one"
         )
+    try:
+        return Paper.model_validate(conditions | experiments)
     except pydantic.ValidationError as error:
         raise one_line(error, str(folder)) from None
