@@ -6,7 +6,8 @@ d = M / H, E stacked blocks, S segments (block * B + sequence), L cache length.
     attention = SoftmaxAttention(width, n_heads)
     y_BTM = attention(x_BTM, rope)
     cache = attention.new_cache(batch, max_len)
-    attention(prompt_BTM, rope, cache)                        # fills an empty cache, or ...
+    attention(prompt_BTM, rope, cache)                        # fills an empty cache
+    attention(more_BTM, rope, cache, start=T)                 # continues it at position T, or ...
     y_BM = attention.step(x_BM, rope, position, cache)        # ... one token at a time
 """
 
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mol.ops.attention import Rope, segment_attention, step_in_cache
+from mol.ops.attention import Rope, extend_in_cache, segment_attention, step_in_cache
 from mol.ops.dispatch import RoutePlan
 from mol.ops.grouped import grouped_mm
 
@@ -28,12 +29,23 @@ class KVCache:
     values_SHLd: Tensor
     used_S: Tensor
 
+    def branch(self, parent_B: Tensor, batch: int) -> "KVCache":
+        """A cache whose sequence i holds what sequence `parent_B[i]` of `batch` holds here."""
+        parent_S = branched(parent_B, batch, self.used_S.numel())
+        return KVCache(self.keys_SHLd[parent_S], self.values_SHLd[parent_S], self.used_S[parent_S])
+
+
+def branched(parent_B: Tensor, batch: int, segments: int) -> Tensor:
+    """Segment of the old cache behind each of a new one whose sequences are `parent_B`."""
+    first_E = torch.arange(0, segments, batch, device=parent_B.device)
+    return (first_E[:, None] + parent_B).flatten()
+
 
 class Stackable(nn.Module):
     """Weights of one block, or of `stack` blocks with a leading dimension E.
 
-    `packed(x_NM, plan, rope, cache)` and `packed_step(x_NM, plan, rope, position, cache)` of the
-    subclasses take packed rows; the methods here wrap them for one block on every token.
+    `packed(x_NM, plan, rope, cache, start)` and `packed_step(x_NM, plan, rope, position, cache)`
+    of the subclasses take packed rows; the methods here wrap them for one block on every token.
     """
 
     def __init__(self, stack: int | None):
@@ -47,10 +59,10 @@ class Stackable(nn.Module):
         """`weight` with its leading dimension E, 1 for a single block."""
         return weight[None] if self.stack is None else weight
 
-    def forward(self, x_BTM: Tensor, rope: Rope, cache=None) -> Tensor:
+    def forward(self, x_BTM: Tensor, rope: Rope, cache=None, start: int = 0) -> Tensor:
         batch, length, width = x_BTM.shape
         plan = RoutePlan.full(1, batch, length, x_BTM.device)
-        return self.packed(x_BTM.reshape(-1, width), plan, rope, cache).view_as(x_BTM)
+        return self.packed(x_BTM.reshape(-1, width), plan, rope, cache, start).view_as(x_BTM)
 
     def step(self, x_BM: Tensor, rope: Rope, position: int | Tensor, cache) -> Tensor:
         plan = RoutePlan.full(1, x_BM.shape[0], 1, x_BM.device)
@@ -86,17 +98,30 @@ class SoftmaxAttention(Stackable):
         return qkv.view(x_NM.shape[0], 3, self.n_heads, -1).unbind(1)
 
     def packed(
-        self, x_NM: Tensor, plan: RoutePlan, rope: Rope, cache: KVCache | None = None
+        self,
+        x_NM: Tensor,
+        plan: RoutePlan,
+        rope: Rope,
+        cache: KVCache | None = None,
+        start: int = 0,
     ) -> Tensor:
-        """Attention inside each segment at the rows' original positions; fills an empty cache."""
-        _check_room(cache, plan.length)
+        """Attention inside each segment at the rows' original positions, `start` the first one's.
+        Fills an empty cache, or continues one that holds `start` positions."""
+        end = start + plan.length
+        _check_room(cache, end)
         q, k, v = self._heads(x_NM, plan)
-        q, k = rope(q, plan.time_N, plan.length), rope(k, plan.time_N, plan.length)
-        o_NHd = segment_attention(q, k, v, plan.cu_seqlens, plan.length)
-        if cache is not None:
-            cache.keys_SHLd[plan.segment_N, :, plan.within_N] = k
-            cache.values_SHLd[plan.segment_N, :, plan.within_N] = v
-            cache.used_S.copy_(plan.cu_seqlens.diff())
+        q, k = rope(q, plan.time_N + start, end), rope(k, plan.time_N + start, end)
+        if start:
+            held = cache.keys_SHLd, cache.values_SHLd
+            rows = plan.segment_N, plan.within_N, cache.used_S
+            o_NHd = extend_in_cache(q, k, v, *held, *rows, end, plan.length)
+            cache.used_S += plan.cu_seqlens.diff()
+        else:
+            o_NHd = segment_attention(q, k, v, plan.cu_seqlens, plan.length)
+            if cache is not None:
+                cache.keys_SHLd[plan.segment_N, :, plan.within_N] = k
+                cache.values_SHLd[plan.segment_N, :, plan.within_N] = v
+                cache.used_S.copy_(plan.cu_seqlens.diff())
         return self._project(o_NHd.reshape(x_NM.shape), plan, self.out, self.out_bias)
 
     def new_cache(self, batch: int, max_len: int) -> KVCache:
@@ -111,10 +136,13 @@ class SoftmaxAttention(Stackable):
     def packed_step(
         self, x_NM: Tensor, plan: RoutePlan, rope: Rope, position: int | Tensor, cache: KVCache
     ) -> Tensor:
-        """One new row for each segment of `plan` (of length 1), all at `position`."""
+        """One new row for each segment of `plan` (of length 1), all at `position`, or each at its
+        sequence's (int64 [B])."""
         room = cache.keys_SHLd.shape[2]
         if isinstance(position, int):
             _check_room(cache, position + 1)
+        elif position.numel() > 1:
+            position = position[plan.segment_N % plan.batch]
         q, k, v = self._heads(x_NM, plan)
         q, k = rope(q, position, room), rope(k, position, room)
         # No segment holds more rows than there are positions.

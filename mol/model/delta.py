@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mol.model.attention import Stackable
+from mol.model.attention import Stackable, branched
 from mol.ops.attention import Rope
 from mol.ops.dispatch import RoutePlan
 from mol.ops.gated_delta import gated_delta_rule, gated_delta_step
@@ -30,6 +30,11 @@ class DeltaCache:
 
     tail_SJC: Tensor
     state_SHdd: Tensor
+
+    def branch(self, parent_B: Tensor, batch: int) -> "DeltaCache":
+        """A cache whose sequence i remembers what sequence `parent_B[i]` of `batch` does here."""
+        parent_S = branched(parent_B, batch, self.tail_SJC.shape[0])
+        return DeltaCache(self.tail_SJC[parent_S], self.state_SHdd[parent_S])
 
 
 class GatedDeltaNet(Stackable):
@@ -86,24 +91,61 @@ class GatedDeltaNet(Stackable):
         return grouped_mm(gated, self.stacked(self.out), plan.offs_E, plan.equal)
 
     def packed(
-        self, x_NM: Tensor, plan: RoutePlan, rope: Rope | None, cache: DeltaCache | None = None
+        self,
+        x_NM: Tensor,
+        plan: RoutePlan,
+        rope: Rope | None,
+        cache: DeltaCache | None = None,
+        start: int = 0,
     ) -> Tensor:
-        """The layer inside each segment; fills an empty cache."""
+        """The layer inside each segment; fills an empty cache, or continues one when `start`, the
+        positions before, is not 0."""
         qkv, gate, a, b = self._project(x_NM, plan)
-        mixed = F.silu(short_conv(qkv, self.stacked(self.filters).to(qkv.dtype), plan))
-        q, k, v = mixed.view(mixed.shape[0], 3, self.n_heads, -1).unbind(1)
+        filters = self.stacked(self.filters).to(qkv.dtype)
+        mixed = short_conv(qkv, filters, plan)
+        if start:
+            mixed = mixed + self._conv_of_tail(cache.tail_SJC.to(qkv.dtype), filters, plan)
+        q, k, v = F.silu(mixed).view(mixed.shape[0], 3, self.n_heads, -1).unbind(1)
         g, beta = self._rates(a, b, plan)
         o_NHd, state = gated_delta_rule(
-            q, k, v, g, beta, plan.cu_seqlens, final_state=cache is not None
+            q,
+            k,
+            v,
+            g,
+            beta,
+            plan.cu_seqlens,
+            cache.state_SHdd if start else None,
+            final_state=cache is not None,
         )
         if cache is not None:
             cache.state_SHdd.copy_(state)
-            ends_S = plan.cu_seqlens[1:].long()
-            for back in range(1, TAPS):
-                seen = plan.cu_seqlens.diff() >= back
-                rows = qkv[(ends_S - back).clamp(min=0)]
-                cache.tail_SJC[:, -back] = torch.where(seen[:, None], rows, 0)
+            cache.tail_SJC.copy_(self._new_tail(cache.tail_SJC, qkv, plan))
         return self._finish(o_NHd, gate, plan)
+
+    @staticmethod
+    def _conv_of_tail(tail_SJC: Tensor, filters_ECJ: Tensor, plan: RoutePlan) -> Tensor:
+        """What the rows before a segment's new ones add to the convolution, [N, C]."""
+        y_NC = 0
+        for back in range(1, TAPS):
+            reaches = (plan.within_N < back)[:, None]
+            place_N = (TAPS - 1 + plan.within_N - back).clamp(max=TAPS - 2)
+            row_NC = tail_SJC[plan.segment_N, place_N].masked_fill(~reaches, 0)
+            y_NC = y_NC + plan.expand(filters_ECJ[..., TAPS - 1 - back]) * row_NC
+        return y_NC
+
+    @staticmethod
+    def _new_tail(tail_SJC: Tensor, qkv_NC: Tensor, plan: RoutePlan) -> Tensor:
+        """The last rows of each segment once its new ones are there; an empty cache holds zeros."""
+        count_S, ends_S = plan.cu_seqlens.diff().long(), plan.cu_seqlens[1:].long()
+        segment_S = torch.arange(len(count_S), device=count_S.device)
+        rows = []
+        for back in range(TAPS - 1, 0, -1):
+            new_SC = qkv_NC[(ends_S - back).clamp(min=0)].to(tail_SJC.dtype)
+            place_S = (TAPS - 1 - back + count_S).clamp(max=TAPS - 2)
+            rows.append(
+                torch.where((count_S >= back)[:, None], new_SC, tail_SJC[segment_S, place_S])
+            )
+        return torch.stack(rows, 1)
 
     def new_cache(self, batch: int, max_len: int) -> DeltaCache:
         """The size does not depend on `max_len`."""

@@ -6,7 +6,8 @@ N packed rows.
     stage = SplitStage(config, d_model)
     y_BTD, balance, routes_BTk = stage(x_BTD, rope)
     cache = stage.new_cache(batch, max_len)
-    stage(prompt_BTD, rope, cache)                      # fills an empty cache, or ...
+    stage(prompt_BTD, rope, cache)                      # fills an empty cache
+    stage(more_BTD, rope, cache, start=T)               # continues it at position T, or ...
     y_BD = stage.step(x_BD, rope, position, cache)      # ... one token at a time
 """
 
@@ -26,6 +27,11 @@ from mol.ops.dispatch import RoutePlan
 class StageCache:
     shared: object | None
     routed: object
+
+    def branch(self, parent_B: Tensor, batch: int) -> "StageCache":
+        """A cache whose sequence i holds what sequence `parent_B[i]` of `batch` holds here."""
+        shared = self.shared and self.shared.branch(parent_B, batch)
+        return StageCache(shared, self.routed.branch(parent_B, batch))
 
 
 @dataclass(frozen=True)
@@ -76,18 +82,19 @@ class SplitStage(nn.Module):
             nn.init.normal_(self.router, std=std)
 
     def forward(
-        self, x_BTD: Tensor, rope: Rope, cache: StageCache | None = None
+        self, x_BTD: Tensor, rope: Rope, cache: StageCache | None = None, start: int = 0
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """(y [B, T, D], CV^2 balance loss (0-dim, 0 without router), routes [B, T, k] or None)."""
         batch, length, width = x_BTD.shape
         x_XD = x_BTD.reshape(-1, width)
         routes = self.route(x_XD)
         plan, weights = self._plan(routes, batch, length, x_XD.device)
-        routed_ND = self.routed(x_XD, plan, rope, cache and cache.routed)
+        routed_ND = self.routed(x_XD, plan, rope, cache and cache.routed, start)
         shared_XD = None
         if self.shared is not None:
             every = RoutePlan.full(self.config.n_shared, batch, length, x_XD.device)
-            shared_XD = every.combine(self.shared(x_XD, every, rope, cache and cache.shared))
+            held = cache and cache.shared
+            shared_XD = every.combine(self.shared(x_XD, every, rope, held, start))
         y_BTD = self._compose(x_XD, shared_XD, plan.combine(routed_ND, weights)).view_as(x_BTD)
         if routes is None:
             return y_BTD, x_BTD.new_zeros((), dtype=torch.float32), None

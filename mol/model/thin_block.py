@@ -59,9 +59,12 @@ class ThinBlocks(nn.Module):
         else:
             self.rank1.init_weights(std, residual_std)
 
-    def forward(self, x_XD: Tensor, plan: RoutePlan, rope: Rope, cache=None) -> Tensor:
-        """Outputs of the planned rows in packed order, [N, D]; fills an empty `cache`."""
-        return self._run(x_XD, plan, lambda h: self.attention.packed(h, plan, rope, cache))
+    def forward(
+        self, x_XD: Tensor, plan: RoutePlan, rope: Rope, cache=None, start: int = 0
+    ) -> Tensor:
+        """Outputs of the planned rows in packed order, [N, D]; fills an empty `cache`, or continues
+        one that holds `start` positions."""
+        return self._run(x_XD, plan, lambda h: self.attention.packed(h, plan, rope, cache, start))
 
     def step(
         self, x_BD: Tensor, plan: RoutePlan, rope: Rope, position: int | Tensor, cache

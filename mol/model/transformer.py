@@ -34,14 +34,24 @@ class ModelOutput(NamedTuple):
 class Cache:
     """Decoding state: one cache a layer and the number of tokens seen.
 
-    `position` is an int, or an int64 tensor [1] on the model's device for steps that a CUDA graph
-    replays: the host then does not know it, and whoever replays keeps within `max_len`.
+    `position` is an int, or an int64 tensor on the model's device: [1] for steps that a CUDA graph
+    replays, or [B] where sequences are of unlike length. The host then does not know it, and
+    whoever steps keeps within `max_len`.
     """
 
-    def __init__(self, layers: list, max_len: int):
+    def __init__(self, layers: list, batch: int, max_len: int):
         self.layers = layers
+        self.batch = batch
         self.max_len = max_len
         self.position: int | Tensor = 0
+
+    def branch(self, parent_B: Tensor) -> "Cache":
+        """A cache of its own whose sequence i holds what sequence `parent_B[i]` (int64) of this one
+        holds: several continuations of one prompt, which is then computed once."""
+        layers = [layer.branch(parent_B, self.batch) for layer in self.layers]
+        copy = Cache(layers, len(parent_B), self.max_len)
+        copy.position = self.position if isinstance(self.position, int) else self.position.clone()
+        return copy
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
@@ -114,9 +124,11 @@ class FullWidthLayer(nn.Module):
             y, balance = y
         return x + y, balance
 
-    def forward(self, x_BTD: Tensor, rope: Rope, cache=None) -> tuple[Tensor, Tensor | None, None]:
+    def forward(
+        self, x_BTD: Tensor, rope: Rope, cache=None, start: int = 0
+    ) -> tuple[Tensor, Tensor | None, None]:
         """(y [B, T, D], CV^2 of routed FFN experts, None: no blocks are routed)."""
-        attended_BTD = self.attention(self.attention_norm(x_BTD), rope, cache)
+        attended_BTD = self.attention(self.attention_norm(x_BTD), rope, cache, start)
         return *self._ffn(x_BTD + attended_BTD), None
 
     def new_cache(self, batch: int, max_len: int):
@@ -182,34 +194,46 @@ class LanguageModel(nn.Module):
             layer.init_weights(std, residual_std)
         self.norm.reset_parameters()
 
-    def forward(self, ids_BT: Tensor, cache: Cache | None = None) -> ModelOutput:
-        """Token ids [B, T] (int64) to hidden states; also fills an empty `cache`.
-        Raises ValueError when the cache holds tokens already or is too small."""
-        if cache is not None and (cache.position or ids_BT.shape[1] > cache.max_len):
+    def forward(
+        self, ids_BT: Tensor, cache: Cache | None = None, states: list[Tensor] | None = None
+    ) -> ModelOutput:
+        """Token ids [B, T] (int64) to hidden states; fills an empty `cache`, or continues one that
+        holds tokens. A list given as `states` receives each layer's input and what the final norm
+        returns. Raises ValueError when the cache is too small, or when its position is a
+        tensor, which only `step` takes."""
+        start = 0 if cache is None else cache.position
+        if not isinstance(start, int):
+            raise ValueError("forward needs a cache whose position is an int; use step")
+        if cache is not None and start + ids_BT.shape[1] > cache.max_len:
             raise ValueError(
-                f"a prompt of {ids_BT.shape[1]} tokens needs an empty cache of at least that size; "
-                f"this one holds {cache.position} of {cache.max_len}"
+                f"{ids_BT.shape[1]} tokens do not fit: the cache holds {start} of {cache.max_len}; "
+                "create it with a larger max_len"
             )
         x_BTD = self.embedding(ids_BT)
         balances, routes = [], []
         recompute = self.checkpoint_activations and cache is None and torch.is_grad_enabled()
         held = cache.layers if cache is not None else [None] * len(self.layers)
         for layer, rope, layer_cache in zip(self.layers, self._ropes, held, strict=True):
+            if states is not None:
+                states.append(x_BTD)
             if recompute:
                 output = checkpoint(
                     layer, x_BTD, rope, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                output = layer(x_BTD, rope, layer_cache)
+                output = layer(x_BTD, rope, layer_cache, start)
             x_BTD, balance, route = output
             if balance is not None:
                 balances.append(balance)
             if route is not None:
                 routes.append(route)
         if cache is not None:
-            cache.position = ids_BT.shape[1]
+            cache.position += ids_BT.shape[1]
         balance = sum(balances, x_BTD.new_zeros(())) / max(1, self._n_routed)
-        return ModelOutput(self.norm(x_BTD), balance, routes)
+        hidden_BTD = self.norm(x_BTD)
+        if states is not None:
+            states.append(hidden_BTD)
+        return ModelOutput(hidden_BTD, balance, routes)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Product with the tied embedding, [..., D] to [..., V]."""
@@ -217,11 +241,13 @@ class LanguageModel(nn.Module):
 
     def new_cache(self, batch: int, max_len: int) -> Cache:
         """Room for `max_len` tokens of each of `batch` sequences."""
-        return Cache([layer.new_cache(batch, max_len) for layer in self.layers], max_len)
+        layers = [layer.new_cache(batch, max_len) for layer in self.layers]
+        return Cache(layers, batch, max_len)
 
     @torch.no_grad()
-    def step(self, ids_B: Tensor, cache: Cache) -> Tensor:
-        """Feed one token of each sequence and return the next one's logits [B, V].
+    def step(self, ids_B: Tensor, cache: Cache, states: list[Tensor] | None = None) -> Tensor:
+        """Feed one token of each sequence and return the next one's logits [B, V]; `states` as in
+        `forward`, without the time.
         Raises ValueError when the cache is full, if its position is known on the host."""
         if isinstance(cache.position, int) and cache.position >= cache.max_len:
             raise ValueError(
@@ -229,6 +255,11 @@ class LanguageModel(nn.Module):
             )
         x_BD = self.embedding(ids_B)
         for layer, rope, held in zip(self.layers, self._ropes, cache.layers, strict=True):
+            if states is not None:
+                states.append(x_BD)
             x_BD = layer.step(x_BD, rope, cache.position, held)
         cache.position += 1
-        return self.logits(self.norm(x_BD))
+        hidden_BD = self.norm(x_BD)
+        if states is not None:
+            states.append(hidden_BD)
+        return self.logits(hidden_BD)

@@ -167,6 +167,41 @@ def step_in_cache_reference(
     )[:, :, 0]
 
 
+def extend_in_cache(
+    q_NHd: Tensor,
+    k_NHd: Tensor,
+    v_NHd: Tensor,
+    keys_SHLd: Tensor,
+    values_SHLd: Tensor,
+    segment_N: Tensor,
+    within_N: Tensor,
+    used_S: Tensor,
+    longest: int,
+    longest_new: int,
+) -> Tensor:
+    """Append row n as the `within_N[n]`-th new one of its segment and attend to what the segment
+    held before and to its new rows up to n, [N, H, d].
+
+    Changes the caches, not `used_S`, the rows that each segment held. `longest` bounds the rows
+    that a segment then holds, `longest_new` its new ones. No gradients. The library's attention
+    over padded segments with a mask, since its causal kernels start at row 0.
+    """
+    place_N = used_S[segment_N] + within_N
+    keys_SHLd[segment_N, :, place_N] = k_NHd.to(keys_SHLd.dtype)
+    values_SHLd[segment_N, :, place_N] = v_NHd.to(values_SHLd.dtype)
+    segments, (_, heads, width) = used_S.numel(), q_NHd.shape
+    q_STHd = q_NHd.new_zeros(segments, longest_new, heads, width)
+    q_STHd[segment_N, within_N] = q_NHd
+    new_T = torch.arange(longest_new, device=used_S.device)
+    last_ST = (used_S[:, None] + new_T).clamp(max=longest - 1)
+    mask_STL = torch.arange(longest, device=used_S.device) <= last_ST[..., None]
+    keys, values = (t[:, :, :longest].to(q_NHd.dtype) for t in (keys_SHLd, values_SHLd))
+    o_SHTd = F.scaled_dot_product_attention(
+        q_STHd.transpose(1, 2), keys, values, attn_mask=mask_STL[:, None]
+    )
+    return o_SHTd.transpose(1, 2)[segment_N, within_N]
+
+
 def segment_attention_reference(
     q_NHd: Tensor, k_NHd: Tensor, v_NHd: Tensor, cu_seqlens: Tensor
 ) -> Tensor:

@@ -45,6 +45,41 @@ def test_a_prompt_fills_the_cache(kind, prompt):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("cuts", [(4, 9), (1, 2, 3), (2, 3, 7)])
+@pytest.mark.parametrize("kind", SMALL)
+def test_a_used_cache_is_continued_by_several_tokens(kind, cuts):
+    """Pieces of one to five tokens, around the convolution's reach; then steps again."""
+    model, ids_BT = built(kind)
+    whole_BTV = model.logits(model(ids_BT).hidden)
+    cache = model.new_cache(BATCH, LENGTH)
+    for first, last in zip((0, *cuts[:-1]), cuts, strict=True):
+        hidden_BTD = model(ids_BT[:, first:last], cache).hidden
+        torch.testing.assert_close(
+            model.logits(hidden_BTD), whole_BTV[:, first:last], atol=1e-10, rtol=1e-10
+        )
+    for t in range(cuts[-1], LENGTH):
+        logits_BV = model.step(ids_BT[:, t], cache)
+        torch.testing.assert_close(logits_BV, whole_BTV[:, t], atol=1e-10, rtol=1e-10)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", SMALL)
+def test_branches_of_a_cache_go_on_alone(kind):
+    model, ids_BT = built(kind)
+    trunk = model.new_cache(BATCH, LENGTH)
+    model(ids_BT[:, :5], trunk)
+    parent = torch.tensor([2, 0, 0, 2])
+    more = torch.randint(0, 50, (4, 3))
+    branched = trunk.branch(parent)
+    found_BTD = model(more, branched).hidden
+    whole_BTD = model(torch.cat([ids_BT[parent, :5], more], 1)).hidden
+    torch.testing.assert_close(found_BTD, whole_BTD[:, 5:], atol=1e-10, rtol=1e-10)
+    # The trunk is as it was: its own continuation does not see the branches.
+    rest_BTD = model(ids_BT[:, 5:], trunk).hidden
+    torch.testing.assert_close(rest_BTD, model(ids_BT).hidden[:, 5:], atol=1e-10, rtol=1e-10)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("kind", SMALL)
 def test_a_position_on_the_device_gives_the_same_steps(kind):
     """As a CUDA graph replays them: no host number says how much the cache holds."""
@@ -69,14 +104,14 @@ def test_two_caches_do_not_mix():
         model.step(ids_BT[:, -1 - t], two)
 
 
-def test_a_full_or_used_cache_is_refused():
+def test_a_full_cache_is_refused():
     model, ids_BT = built("dense")
     cache = model.new_cache(BATCH, 2)
     with pytest.raises(ValueError, match="0 of 2"):
         model(ids_BT, cache)
     model.step(ids_BT[:, 0], cache)
     with pytest.raises(ValueError, match="1 of 2"):
-        model(ids_BT[:, :1], cache)
+        model(ids_BT[:, :2], cache)
     model.step(ids_BT[:, 1], cache)
     with pytest.raises(ValueError, match="larger max_len"):
         model.step(ids_BT[:, 2], cache)
