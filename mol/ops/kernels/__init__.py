@@ -1,0 +1,1 @@
+"""Triton kernels; import them only where a CUDA tensor arrives."""
