@@ -1,10 +1,19 @@
-"""What every module shares: frozen configuration, user errors, canonical JSON, atomic writes."""
+"""What every module shares: frozen configuration, user errors, canonical JSON, checked reading,
+whole writes and locks that die with their holder."""
 
+import contextlib
+import fcntl
+import glob
 import hashlib
 import json
 import os
+import reprlib
+import shutil
+import socket
 import tempfile
+import time
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +35,8 @@ def one_line(error: ValidationError, source: str) -> UserError:
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"]) or "the whole document"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    got = "" if first["type"] == "json_invalid" else f", got {str(first['input'])[:80]!r}"
+    # Bounded in depth and length: a few lines of YAML can spell a value of terabytes.
+    got = "" if first["type"] == "json_invalid" else f", got {reprlib.repr(first['input'])[:80]}"
     message = f"{source}: {key}: {first['msg']}{got}{more}"
     return UserError(" ".join(message.split()))
 
@@ -53,23 +63,135 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The table of a TOML file. Raises UserError naming the file."""
     try:
         return tomllib.loads(Path(path).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply; write it flat") from None
+    except (OSError, ValueError) as error:  # what is no UTF-8 or no TOML, or no name of a file
+        raise UserError(f"{path}: {reason_of(error)}") from None
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file. Raises UserError, naming the file, for what is no JSON: NaN and
+    infinity are none, and a key may stand once."""
+    try:
+        return json.loads(
+            Path(path).read_text("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant
+        )
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply to be one of ours") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {reason_of(error)}") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def reason_of(error: Exception) -> str:
+    """What an error says, in one line; of the system's errors, without their number."""
+    return " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
+
+
+@contextlib.contextmanager
+def whole(target: Path) -> Iterator[Path]:
+    """A path beside `target` to write to. At the end it is synced and takes `target`'s place; a
+    writer that fails or is killed leaves `target` as it was. UserError where the disk refuses."""
+    target = Path(target)
+    with _beside(target, tempfile.mkstemp) as part:
+        yield part
+        with open(part, "rb+") as stream:
+            os.fsync(stream.fileno())
+        os.chmod(part, 0o644)
+        os.replace(part, target)
+
+
+def scratch(target: Path) -> contextlib.AbstractContextManager[Path]:
+    """A folder beside `target` to build it in, removed at the end. UserError where the disk
+    refuses."""
+    return _beside(Path(target), lambda **where: (None, tempfile.mkdtemp(**where)))
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write `content` to a temporary file beside `path`, sync, then rename: whole or absent."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = content.encode() if isinstance(content, str) else content
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with whole(path) as part:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def _beside(target: Path, make: Callable[..., tuple[int | None, str]]) -> Iterator[Path]:
+    """What `make` makes, locked while its maker lives. What killed makers left is removed."""
     try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for remains in target.parent.glob(f".{glob.escape(target.name)}.*"):
+            with contextlib.suppress(OSError):
+                handle = os.open(remains, os.O_RDONLY)
+                if _lock(handle):
+                    _remove(remains)
+                os.close(handle)
+        linked = False
+        while not linked:
+            handle, name = make(dir=target.parent, prefix=f".{target.name}.")
+            handle = os.open(name, os.O_RDONLY) if handle is None else handle
+            _lock(handle)
+            linked = os.fstat(handle).st_nlink > 0  # else taken for remains before it was locked
+        try:
+            yield Path(name)
+        finally:
+            _remove(Path(name))
+            os.close(handle)
+    except OSError as error:
+        raise UserError(
+            f"{target}: cannot be written ({reason_of(error)}); what was there is kept. Free space "
+            "or permit writing, then give the same command again"
+        ) from None
+
+
+def _remove(part: Path) -> None:
+    if part.is_dir():
+        shutil.rmtree(part, ignore_errors=True)
+    else:
+        part.unlink(missing_ok=True)
+
+
+def _lock(handle: int) -> bool | None:
+    """Lock an open file until it is closed, which the kernel does when its holder dies: a lock is
+    never stale. False where another process holds it, None where the file system has no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+@contextlib.contextmanager
+def alone(lock: Path, what: str, wait: float = 0.0) -> Iterator[None]:
+    """Hold the file `lock`, after at most `wait` seconds; UserError names who else does `what`."""
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        stream = open(lock, "a+")  # noqa: SIM115, closed below
+    except OSError as error:
+        raise UserError(f"{lock}: cannot be written ({reason_of(error)}); permit it") from None
+    with stream:
+        deadline = time.monotonic() + wait
+        while _lock(stream.fileno()) is False:
+            if time.monotonic() > deadline:
+                stream.seek(0)
+                raise UserError(
+                    f"{lock.parent}: {stream.read(200) or 'another process'} {what}; "
+                    "wait until it ends, or end it"
+                )
+            time.sleep(0.05)
+        with contextlib.suppress(OSError):  # a full disk takes no name, and needs none
+            stream.truncate(0)
+            stream.write(f"process {os.getpid()} on {socket.gethostname()}")
             stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        yield

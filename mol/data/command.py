@@ -7,7 +7,7 @@ from typing import get_args
 
 import pydantic
 
-from mol.base import UserError, one_line
+from mol.base import UserError, one_line, read_json
 from mol.data.config import Corpus, DataSpec
 from mol.data.meta import CorpusMeta
 from mol.data.packing import prepare
@@ -48,9 +48,7 @@ def run(args: argparse.Namespace) -> int:
 def read_spec(path: Path) -> DataSpec:
     """A DataSpec from a JSON file; UserError naming the file and the key."""
     try:
-        return DataSpec.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+        return DataSpec.model_validate(read_json(path))
     except pydantic.ValidationError as error:
         raise one_line(error, str(path)) from None
 

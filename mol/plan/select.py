@@ -6,7 +6,7 @@ from pathlib import Path
 import pydantic
 from pydantic import TypeAdapter
 
-from mol.base import UserError, one_line
+from mol.base import UserError, one_line, read_json
 from mol.plan.build import Config, find_run, read_config
 from mol.plan.spec import RunSpec, ScaleName
 
@@ -46,11 +46,9 @@ def chosen_config(args: argparse.Namespace) -> Config:
 def read_spec(path: Path) -> RunSpec:
     """A specification file. Raises UserError naming the file and the key."""
     try:
-        return _RUN_SPEC.validate_json(path.read_bytes())
-    except OSError as error:
-        raise UserError(
-            f"{path}: {error.strerror}; give a specification written by mol plan"
-        ) from None
+        return _RUN_SPEC.validate_python(read_json(path))
+    except UserError as error:
+        raise UserError(f"{error}; give a specification as in results/specs") from None
     except pydantic.ValidationError as error:
         raise one_line(error, str(path)) from None
 

@@ -4,13 +4,15 @@ The file is built beside its place and renamed over it, so a reader keeps the ol
 killed build leaves nothing behind but a temporary file.
 """
 
+import contextlib
 import sys
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
 
+from mol.base import reason_of, scratch
 from mol.plan.experiments import Paper, load_experiments
 from mol.store.matrix import matrix_rows
 from mol.store.membership import experiments_of
@@ -28,10 +30,9 @@ def build(db_path: Path, runs_root: Path, records_root: Path, paper_folder: Path
     Returns what was refused, each also a row of table `refused` and a line on stderr.
     """
     db_path, paper_folder = Path(db_path), Path(paper_folder)
-    db_path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=db_path.parent, prefix=f".{db_path.name}.") as scratch:
-        fresh = Path(scratch) / db_path.name
-        with duckdb.connect(fresh) as database:
+    with scratch(db_path) as folder:
+        fresh = folder / db_path.name
+        with _connect(fresh) as database:
             database.execute("SET threads = 1")  # rows land in the order in which they are given
             database.execute(SCHEMA.read_text("utf-8"))
             insert_paper(database, paper_folder)
@@ -45,6 +46,18 @@ def build(db_path: Path, runs_root: Path, records_root: Path, paper_folder: Path
     for refusal in refused:
         print(f"mol store: refused {refusal.file}: {refusal.reason}", file=sys.stderr)
     return refused
+
+
+@contextlib.contextmanager
+def _connect(path: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+    """A new database. OSError where the disk refuses it."""
+    try:
+        with duckdb.connect(path) as database:
+            yield database
+    except duckdb.Error as error:
+        if isinstance(error, duckdb.IOException) or "No space left" in str(error):
+            raise OSError(reason_of(error)) from None
+        raise
 
 
 def _insert_runs(

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pydantic
 
-from mol.base import Frozen, UserError, one_line, write_atomic
+from mol.base import Frozen, UserError, one_line, read_json, write_atomic
 from mol.store.record import Hardware, Metric, Protocol, Provenance, Record
 
 MATRIX = "protocols.json"
@@ -45,9 +45,9 @@ def load_matrix(path: Path, record: Record) -> Matrix:
     """Read `protocols.json` of a run. Raises UserError, naming the file, when it is broken, or is
     not of this record."""
     try:
-        matrix = Matrix.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; {AGAIN}") from None
+        matrix = Matrix.model_validate(read_json(path))
+    except UserError as error:
+        raise UserError(f"{error}; delete it or {AGAIN}") from None
     except pydantic.ValidationError as error:
         raise UserError(f"{one_line(error, str(path))}; delete it or {AGAIN}") from None
     if matrix.run_id != record.run_id:

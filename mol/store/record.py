@@ -1,6 +1,5 @@
 """The record a run leaves behind: what ran, on what, from what, and what came out."""
 
-import json
 from datetime import datetime
 from pathlib import Path
 from typing import Literal
@@ -8,7 +7,7 @@ from typing import Literal
 import pydantic
 from pydantic import Field
 
-from mol.base import Frozen, UserError, one_line, write_atomic
+from mol.base import Frozen, UserError, one_line, read_json, write_atomic
 from mol.plan.spec import RunSpec
 
 SCHEMA_VERSION = 1
@@ -93,11 +92,9 @@ def save_record(folder: Path, record: Record) -> None:
 def load_record(path: Path) -> Record:
     """Read and check one `record.json`. Raises UserError naming the file and the key."""
     try:
-        raw = json.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(
-            f"{path}: not a readable record ({error}); delete its folder to rerun"
-        ) from None
+        raw = read_json(path)
+    except UserError as error:
+        raise UserError(f"{error}; not a readable record: delete its folder to rerun") from None
     version = raw.get("schema_version") if isinstance(raw, dict) else None
     if version != SCHEMA_VERSION:
         raise UserError(
@@ -107,9 +104,10 @@ def load_record(path: Path) -> Record:
     try:
         record = Record.model_validate(raw)
     except pydantic.ValidationError as error:
-        raise one_line(error, str(path)) from None
+        raise UserError(f"{one_line(error, str(path))}; delete its folder to rerun") from None
     if record.run_id != record.spec.run_id:
         raise UserError(
-            f"{path}: run_id {record.run_id!r} is not its spec's {record.spec.run_id!r}"
+            f"{path}: run_id {record.run_id!r} is not its spec's {record.spec.run_id!r}; "
+            "delete its folder to rerun"
         )
     return record

@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mol.base import canonical_json, digest
+from mol.base import alone, canonical_json, digest
 from mol.plan.experiments import PAPER, load_experiments
 from mol.store.membership import experiments_of
 from mol.store.read import Found
 from mol.store.twins import read_runs
 
 MAX_METRICS, MAX_PARAMS = 1000, 100  # of one MLflow batch
+WAIT = 600.0  # seconds for another process to finish its mirror
 OTHER = "other"  # runs whose condition no experiment lists
 
 
@@ -55,10 +56,15 @@ def mirror(path: Path, runs: list[tuple[Found, list[str]]]) -> dict[str, int]:
     from another record of the same run_id, is replaced.
     """
     path = Path(path).absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.closing(sqlite3.connect(path, timeout=5)) as probe:
-        # MLflow retries a file that it cannot write for 100 s; this fails at once.
-        probe.execute("BEGIN IMMEDIATE")
+    # One at a time: MLflow sets up a new file in steps that two writers break for each other.
+    with alone(path.with_name(f".{path.name}.lock"), "is filling it", WAIT):
+        with contextlib.closing(sqlite3.connect(path, timeout=5)) as probe:
+            # MLflow retries a file that it cannot write for 100 s; this fails at once.
+            probe.execute("BEGIN IMMEDIATE")
+        return _mirror(path, runs)
+
+
+def _mirror(path: Path, runs: list[tuple[Found, list[str]]]) -> dict[str, int]:
     _relax_sqlite()
     from mlflow.tracking import MlflowClient
 

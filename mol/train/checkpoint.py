@@ -4,9 +4,6 @@ Both are written beside their place and renamed, so a killed job leaves the last
 Neither executes code when read.
 """
 
-import contextlib
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +12,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from mol.base import UserError
+from mol.base import UserError, whole
 
 STATE, WEIGHTS = "state.pt", "model.safetensors"
 
 
-@contextlib.contextmanager
-def _whole(target: Path) -> Iterator[Path]:
-    """A path to write to; what lies there is synced and takes `target`'s place at the end."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        yield part
-        with open(part, "rb") as handle:
-            os.fsync(handle.fileno())
-        os.replace(part, target)
-    finally:
-        part.unlink(missing_ok=True)
-
-
 def save_state(folder: Path, state: dict[str, Any]) -> None:
     """Write everything a resumed run needs (tensors and plain Python values) to `state.pt`."""
-    with _whole(folder / STATE) as part:
-        torch.save(state, part)
+    # Through a file of Python's, whose errors tell a full disk from other faults.
+    with whole(folder / STATE) as part, open(part, "wb") as stream:
+        torch.save(state, stream)
 
 
 def load_state(folder: Path, run_id: str) -> dict[str, Any] | None:
@@ -62,8 +46,11 @@ def save_weights(folder: Path, model: nn.Module, metadata: dict[str, str]) -> No
     tensors = {
         name: p.detach().float().cpu().contiguous() for name, p in model.state_dict().items()
     }
-    with _whole(folder / WEIGHTS) as part:
-        save_file(tensors, part, metadata=metadata)
+    with whole(folder / WEIGHTS) as part:
+        try:
+            save_file(tensors, part, metadata=metadata)
+        except SafetensorError as error:
+            raise OSError(str(error)) from None
 
 
 def load_weights(folder: Path, model: nn.Module, tokenizer_sha256: str) -> None:

@@ -1,11 +1,13 @@
 """`mol train`: one run from specification to record."""
 
 import argparse
+import os
+from contextlib import nullcontext
 
 import torch
 from tqdm import tqdm
 
-from mol.base import UserError
+from mol.base import UserError, alone
 from mol.data.packing import prepare
 from mol.plan.select import add_run_arguments, corpus_folder, run_folder, selected_spec
 from mol.train.environment import pick_device
@@ -39,11 +41,14 @@ def run(args: argparse.Namespace) -> int:
         bar.n = progress.step
         bar.set_postfix_str(f"loss {progress.loss:.3f}, {progress.tokens_per_s:,.0f} tok/s")
 
-    with bar:
+    folder = run_folder(args.results, spec)
+    # Of several processes that train one run together, the first holds the lock for all.
+    first = os.environ.get("RANK", "0") == "0"
+    with bar, alone(folder / ".lock", "trains this run") if first else nullcontext():
         record = execute(
             spec,
             corpus,
-            run_folder(args.results, spec),
+            folder,
             pick_device(args.device),
             checkpoint_every=args.checkpoint_every,
             stop_after=args.stop_after,
