@@ -19,9 +19,12 @@ STATE, WEIGHTS = "state.pt", "model.safetensors"
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
     """Write everything a resumed run needs (tensors and plain Python values) to `state.pt`."""
-    # Through a file of Python's, whose errors tell a full disk from other faults.
     with whole(folder / STATE) as part, open(part, "wb") as stream:
-        torch.save(state, stream)
+        try:
+            torch.save(state, stream)
+        except RuntimeError as error:
+            # On a full disk torch fails once more as it closes its archive.
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 def load_state(folder: Path, run_id: str) -> dict[str, Any] | None:
