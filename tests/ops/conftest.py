@@ -3,6 +3,7 @@
 import importlib.util
 import os
 
+import pytest
 import torch
 
 
@@ -39,3 +40,12 @@ if not torch.cuda.is_available():
     if importlib.util.find_spec("triton"):
         _accept_new_numpy()
         _multiply_bf16()
+
+
+@pytest.fixture
+def nan_memory():
+    """Whatever is allocated without a value holds NaN."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)  # fill_uninitialized_memory is on by default
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from kernel_cases import CASES, DEVICE, compare, route_plan
 
 pytest.importorskip("triton")
 
 from mol.model.delta import GatedDeltaNet
-from mol.ops.dispatch import RoutePlan
 from mol.ops.gated_delta.naive import l2norm
 from mol.ops.kernels.mix import (
     delta_inputs,
@@ -16,81 +16,18 @@ from mol.ops.kernels.mix import (
 )
 from mol.ops.short_conv import short_conv_reference
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# One rounding of bf16 is 2^-9; the gradient before SiLU is rounded on its way, too.
-TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-
-# Blocks each token of each sequence goes to: (batch, length, blocks, slots), then heads and width.
-CASES = {
-    "routed": (2, 29, 4, 2, 3, 16),
-    "odd width": (1, 21, 3, 1, 2, 12),
-    "one row": (1, 1, 4, 1, 1, 8),
-    "many blocks": (3, 5, 17, 2, 1, 8),
-    "one block": (2, 19, 1, 1, 2, 32),
-    "wide": (1, 70, 2, 1, 1, 128),
-}
+pytestmark = pytest.mark.usefixtures("nan_memory")
 
 
-def routes(batch, length, blocks, slots):
-    """Block 1 gets no row where tokens can do without it."""
-    scores = torch.rand(batch, length, blocks)
-    if blocks - 1 > slots:
-        scores[..., 1] = -1
-    return RoutePlan.routed(scores.topk(slots).indices.to(DEVICE), blocks)
-
-
-def poisoned(rows, *columns):
-    """Views of one tensor as a split projection gives them, NaN around the rows and beside."""
-    wide = torch.full((rows + 8, sum(columns) + 16), torch.nan, dtype=torch.float64)
-    wide[4 : rows + 4, :-16] = torch.randn(rows, sum(columns), dtype=torch.float64)
-    return wide[4 : rows + 4, :-16].split(columns, -1)
-
-
-@pytest.fixture(autouse=True)
-def uninitialized_memory_is_nan():
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def compare(function, reference, inputs, dtypes, *rest):
-    """Runs `function` in `dtypes`, the reference on the same rounded numbers in fp64."""
-    narrow = [t.to(DEVICE, d) for t, d in zip(inputs, dtypes, strict=True)]
-    rounded = [t.double() for t in narrow]
-    found, wanted = [], []
-    for run, tensors, into in ((function, narrow, found), (reference, rounded, wanted)):
-        leaves = [restride(t, original) for t, original in zip(tensors, inputs, strict=True)]
-        outputs = run(*leaves, *rest)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        torch.manual_seed(1)
-        # Positive, so that the sums over rows do not cancel to less than their terms' rounding.
-        weights = [torch.rand(o.shape, dtype=torch.float64).to(DEVICE) for o in outputs]
-        loss = sum((o.double() * w).sum() for o, w in zip(outputs, weights, strict=True))
-        into += [*outputs, *torch.autograd.grad(loss, leaves)]
-    tolerance = TOLERANCES[dtypes[0]]
-    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        assert one.shape == other.shape
-        scale = other.norm().clamp(min=1e-9)
-        error = ((one.double() - other).norm() / scale).item()
-        assert error < tolerance, f"result {number}: {error}"
-    return found
-
-
-def restride(t, original):
-    """A leaf with the strides of `original`, NaN between its rows."""
-    if original.is_contiguous():
-        return t.clone().requires_grad_()
-    wide = t.new_full((t.shape[0], original.stride(0)), torch.nan)
-    wide[:, : t.shape[1]] = t
-    return wide[:, : t.shape[1]].detach().requires_grad_()
+def projection(rows, *columns):
+    """Views of one tensor, as a split projection gives them."""
+    return torch.randn(rows, sum(columns), dtype=torch.float64).split(columns, -1)
 
 
 def delta_operands(blocks, heads, width, plan):
     channels = 3 * heads * width
     rows = plan.order_N.numel()
-    qkv, _, ab = poisoned(rows, channels, heads * width, 2 * heads)
+    qkv, _, ab = projection(rows, channels, heads * width, 2 * heads)
     filters = torch.randn(blocks, channels, 4, dtype=torch.float64)
     decay_log, dt_bias = torch.randn(2, blocks, heads, dtype=torch.float64).unbind()
     return [qkv, ab, filters, decay_log, dt_bias - 4], (plan.within_N, plan.offs_E)
@@ -99,7 +36,7 @@ def delta_operands(blocks, heads, width, plan):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_delta_inputs(case):
     *route, heads, width = case
-    plan = routes(*route)
+    plan = route_plan(*route)
     inputs, rest = delta_operands(route[2], heads, width, plan)
     found = compare(delta_inputs, delta_inputs_reference, inputs, [torch.float32] * 5, *rest)
     assert [t.dtype for t in found[:5]] == [torch.float32] * 5
@@ -108,7 +45,7 @@ def test_delta_inputs(case):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("weights", [torch.float32, None], ids=["fp32 weights", "all narrow"])
 def test_delta_inputs_in_low_precision(dtype, weights):
-    plan = routes(2, 20, 4, 2)
+    plan = route_plan(2, 10, 4, 2)
     inputs, rest = delta_operands(4, 2, 16, plan)
     dtypes = [dtype] * 2 + [weights or dtype] * 3
     found = compare(delta_inputs, delta_inputs_reference, inputs, dtypes, *rest)
@@ -118,7 +55,7 @@ def test_delta_inputs_in_low_precision(dtype, weights):
 
 def test_delta_inputs_reference_is_the_model_own_path():
     """Convolution by conv1d a segment, rates by the layer."""
-    plan = routes(2, 11, 3, 2)
+    plan = route_plan(2, 11, 3, 2)
     (qkv, ab, filters, decay_log, dt_bias), rest = delta_operands(3, 2, 8, plan)
     q, k, v, g, beta = delta_inputs_reference(qkv, ab, filters, decay_log, dt_bias, *rest)
     layer = GatedDeltaNet(16, 2, stack=3).double()
@@ -145,9 +82,9 @@ def test_small_rates_keep_their_precision():
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_gated_norm(case):
     *route, heads, width = case
-    plan = routes(*route)
+    plan = route_plan(*route)
     rows = plan.order_N.numel()
-    _, gate, _ = poisoned(rows, 3 * heads * width, heads * width, 2 * heads)
+    _, gate, _ = projection(rows, 3 * heads * width, heads * width, 2 * heads)
     o = torch.randn(rows, heads, width, dtype=torch.float64)
     norm = torch.randn(route[2], width, dtype=torch.float64)
     compare(gated_norm, gated_norm_reference, [o, gate, norm], [torch.float32] * 3, plan.offs_E)
@@ -156,7 +93,7 @@ def test_gated_norm(case):
 
 
 def test_gated_norm_reference_is_the_model_own_path():
-    plan = routes(2, 11, 3, 2)
+    plan = route_plan(2, 11, 3, 2)
     layer = GatedDeltaNet(16, 2, stack=3).double()
     layer.norm.data = torch.randn(3, 8, dtype=torch.float64)
     layer.out.data = torch.eye(16, dtype=torch.float64).repeat(3, 1, 1)
@@ -166,7 +103,7 @@ def test_gated_norm_reference_is_the_model_own_path():
 
 
 def test_compilers_know_the_shapes_and_gradients():
-    plan = routes(1, 5, 2, 1)
+    plan = route_plan(1, 5, 2, 1)
     inputs, rest = delta_operands(2, 1, 8, plan)
     inputs = [t.float().to(DEVICE).contiguous().requires_grad_() for t in inputs]
     checks = "test_schema", "test_faketensor", "test_autograd_registration"
