@@ -54,6 +54,7 @@ class BenchEntry(pydantic.BaseModel):
     at_paper_size: bool = False
     # Labels of the figures that may judge the paper's: how its own program ran.
     protocol: dict[str, tuple[str, ...]] = {}
+    beside: tuple[str, ...] = ()  # benchmarks whose figures stand beside these, and do not judge
     smoke: dict[str, Any]
     paper: dict[str, Any]
 
@@ -79,6 +80,10 @@ class Paper(Frozen):
             for bench in experiment.benches:
                 if bench not in self.benches:
                     raise ValueError(f"experiment {name} names the unknown benchmark {bench!r}")
+        for name, entry in self.benches.items():
+            for bench in entry.beside:
+                if bench not in self.benches:
+                    raise ValueError(f"benchmark {name} names the unknown benchmark {bench!r}")
         return self
 
     def model(self, slug: str) -> ModelConfig:

@@ -44,6 +44,7 @@ GROUPS: dict[Group, tuple[str, ...]] = {  # "!" takes files out again
                 "counted",
                 "crossover",
                 "judge",
+                "number",
                 "readings",
                 "verdicts",
             )
@@ -76,6 +77,6 @@ def source_hash(group: Group, root: Path = ROOT) -> str:
 
 def write_if_changed(path: Path, content: str) -> Path:
     """Keep an unchanged file's modification time, which is what triggers a rerun."""
-    if not path.is_file() or path.read_text("utf-8") != content:
+    if not path.is_file() or path.read_bytes() != content.encode():
         write_atomic(path, content)
     return path

@@ -30,7 +30,7 @@ def is_perplexity(cell: Cell) -> bool:
 
 
 def compared_in(
-    cell: Cell, scale: str, runs: tuple[dict[str, Any], ...], other_path: bool, plan: Paper
+    cell: Cell, scale: str, runs: tuple[dict[str, Any], ...], other_way: bool, plan: Paper
 ) -> frozenset[str]:
     """What a difference may be given in: "printed" units, "nats", both or nothing.
 
@@ -41,7 +41,7 @@ def compared_in(
         return nothing
     if is_machine_bound(cell):
         named = cell.hardware not in NO_NAME and all(same_hardware(cell.hardware, r) for r in runs)
-        if not named or other_path:
+        if not named or other_way:
             return nothing
     if is_perplexity(cell):
         alike = all(_same_vocabulary(run, plan) for run in runs)

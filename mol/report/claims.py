@@ -19,7 +19,7 @@ from mol.paper.printed import parse
 from mol.plan.experiments import Paper
 from mol.report.cost import needs
 from mol.report.crossover import first_that_stays, lengths_apart, steps_apart
-from mol.report.readings import Query, Reading, Runs, read
+from mol.report.readings import Query, Reading, Runs, joined, read
 from mol.report.verdicts import Z, sample_sd
 
 DIFFERENCES = ("fraction",)  # units that are compared by difference, not by ratio
@@ -44,11 +44,11 @@ class Evaluator:
 
     def __init__(self, runs: Runs, scale: str, corpus_of: dict[str, str]):
         self.runs, self.scale, self.corpus_of = runs, scale, corpus_of
-        self.other_path = False  # a figure came by another dispatch path than the paper's
+        self.others: list[str] = []  # how figures ran otherwise than the paper's
 
     def _side(self, claim: Claim, side: Side) -> dict[int, Reading] | None:
-        found, other_path = read(self.runs, self.scale, self._query(claim, side))
-        self.other_path |= other_path
+        found, other = read(self.runs, self.scale, self._query(claim, side))
+        self.others.append(other)
         return found or None
 
     def _query(self, claim: Claim, side: Side) -> Query:
@@ -223,7 +223,7 @@ class Evaluator:
         found = apart(self.runs, self.scale, *sides)
         if found is None:
             return None
-        self.other_path |= found.other_path
+        self.others.append(found.other)
         share = 100 / found.runs[0]["steps"] if claim.along == "training" else 1.0
         unit = "% of steps" if claim.along == "training" else "length"
         place = first_that_stays(found.points)
@@ -316,10 +316,11 @@ def claim_rows(claims: tuple[Claim, ...], runs: Runs, plan: Paper) -> Iterator[d
                     yield row | {"outcome": "not run", "needs": needs(claim, runs, plan)}
                 continue
             result, effect = found
-            if scale == "paper" and evaluator.other_path:
+            others = joined(evaluator.others)
+            if scale == "paper" and others:
                 # Another program than the paper's can neither bear out nor refute what it timed.
-                result, reason = "undecided", "ours is compiled or takes another dispatch path"
-                effect.notes.append(reason)
+                result = "undecided"
+                effect.notes.append(f"ours ran otherwise than the paper's: {others}")
             if regime := evaluator.other_regime(claim, effect.runs):
                 yield row | {"outcome": "undecided", "note": regime}
                 continue

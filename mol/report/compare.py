@@ -7,7 +7,7 @@ from typing import Any
 from mol.base import UserError
 from mol.paper.cell import Cell, Label
 from mol.report.crossover import first_that_stays, lengths_apart, steps_apart
-from mol.report.readings import Query, Reading, Runs, read
+from mol.report.readings import Query, Reading, Runs, beside, joined, read
 from mol.report.verdicts import Figure, Protocol, Sample
 
 
@@ -20,7 +20,7 @@ class Reproduced:
     runs: tuple[dict[str, Any], ...]
     notes: tuple[str, ...] = ()
     level: float = 0.0  # of the metric, in cell units, where two conditions are compared
-    other_path: bool = False  # a timing by a dispatch path that is not the paper's
+    other: str = ""  # how a timing ran otherwise than the paper's
 
 
 def apply(op: str, x: float, y: float) -> float:
@@ -45,28 +45,31 @@ def reproduce(runs: Runs, scale: str, cell: Cell) -> Reproduced | None:
         return None
     if cell.op == "crossover":
         return _crossover(runs, scale, cell)
-    ours, other_path = read(runs, scale, _query(cell, cell.condition, cell.labels))
+    query = _query(cell, cell.condition, cell.labels)
+    ours, other = read(runs, scale, query)
     if not ours:
         return None
     if cell.op:
         condition = cell.condition if cell.versus_labels else cell.versus
         other_side = _query(cell, condition, cell.versus_labels or cell.labels)
-        theirs, other = read(runs, scale, other_side)
+        theirs, theirs_other = read(runs, scale, other_side)
         if not theirs:
             return None
         figure, notes = _compared(cell, ours, theirs)
         readings = [*ours.values(), *theirs.values()]
-        other_path |= other
+        other = joined((other, theirs_other))
     else:
         readings = list(ours.values())
         figure, notes = _single(cell, ours), _with_pad(runs, scale, cell, readings)
+        aside = "" if other else beside(runs, scale, query, readings[0].run)
+        notes += (f"beside it {aside}",) if aside else ()
     return Reproduced(
         figure=figure,
         protocol=readings[0].alike(),
         runs=tuple({reading.run["run_id"]: reading.run for reading in readings}.values()),
         notes=_missing_seeds(cell, ours) + notes,
         level=cell.per_metric_unit * _mean([reading.value for reading in readings]),
-        other_path=other_path,
+        other=other,
     )
 
 
@@ -177,7 +180,7 @@ def _crossover(runs: Runs, scale: str, cell: Cell) -> Reproduced | None:
     if place is None:
         notes = ("never stays better at this scale",)
         return Reproduced(
-            figure=None, protocol=None, runs=found.runs, notes=notes, other_path=found.other_path
+            figure=None, protocol=None, runs=found.runs, notes=notes, other=found.other
         )
     to_cell = 100 / found.runs[0]["steps"] if cell.unit == "%" else 1.0
     before, after = (to_cell * end for end in place)
@@ -185,6 +188,4 @@ def _crossover(runs: Runs, scale: str, cell: Cell) -> Reproduced | None:
     figure = Figure(
         value=(before + after) / 2, samples=(Sample(values=()),), bound=(after - before) / 2
     )
-    return Reproduced(
-        figure=figure, protocol=None, runs=found.runs, notes=notes, other_path=found.other_path
-    )
+    return Reproduced(figure=figure, protocol=None, runs=found.runs, notes=notes, other=found.other)

@@ -4,7 +4,19 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from mol.report.readings import HIGHER_IS_BETTER, Query, Reading, Runs, best, by_path, matches, read
+from mol.report.readings import (
+    HIGHER_IS_BETTER,
+    Query,
+    Reading,
+    Runs,
+    as_printed,
+    best,
+    joined,
+    machine_of,
+    matching,
+    read,
+    same_hardware,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +25,7 @@ class Apart:
 
     points: list[tuple[float, float]]
     runs: tuple[dict[str, Any], ...]
-    other_path: bool = False  # a side ran by a dispatch path that is not the paper's
+    other: str = ""  # how a side ran otherwise than the paper's
 
 
 def first_that_stays(points: list[tuple[float, float]]) -> tuple[float, float] | None:
@@ -47,26 +59,38 @@ def steps_apart(runs: Runs, scale: str, one: Query, other: Query) -> Apart | Non
 
 
 def lengths_apart(runs: Runs, scale: str, one: Query, other: Query) -> Apart | None:
-    """Difference of two sides of a benchmark at each length; of the paper's dispatch paths, or
-    else of all there are, the fastest."""
-    sides, other_path = [], False
+    """Difference of two sides of a benchmark at each length, on one machine: the one that is
+    named, else the latest. Of those that ran as the paper's, or else of all, the fastest."""
+    sides, others = [], []
     for query in (one, other):
-        side: dict[int, list[Reading]] = defaultdict(list)
-        found = [
-            reading
-            for reading in runs.readings.get((scale, query.condition, query.metric), [])
-            if matches(reading, query.labels) and "length" in reading.labels
-        ]
-        found, other = by_path(found, query.labels.get("path"))
-        other_path |= other
-        for reading in found:
-            side[int(reading.labels["length"])].append(reading)
-        sides.append({length: best(readings) for length, readings in side.items()})
-    shared = sorted(sides[0].keys() & sides[1].keys())
+        found = [r for r in matching(runs, scale, query) if "length" in r.labels]
+        found, way = as_printed(runs, query, found)
+        sides.append(found)
+        others.append(way)
+    machine = _machine(one.hardware, *sides)
+    best_at = []
+    for side in sides:
+        at: dict[int, list[Reading]] = defaultdict(list)
+        for reading in side:
+            if machine_of(reading.run) == machine:
+                at[int(reading.labels["length"])].append(reading)
+        best_at.append({length: best(readings) for length, readings in at.items()})
+    shared = sorted(best_at[0].keys() & best_at[1].keys())
     if not shared:
         return None
-    pairs = [(length, sides[0][length], sides[1][length]) for length in shared]
+    pairs = [(length, best_at[0][length], best_at[1][length]) for length in shared]
     sign = -1 if pairs[0][1].unit in HIGHER_IS_BETTER else 1
     used = {reading.run["run_id"]: reading.run for _, *both in pairs for reading in both}
     points = [(length, sign * (x.value - y.value)) for length, x, y in pairs]
-    return Apart(points=points, runs=tuple(used.values()), other_path=other_path)
+    return Apart(points=points, runs=tuple(used.values()), other=joined(others))
+
+
+def _machine(named: str, one: list[Reading], other: list[Reading]) -> tuple[str, int] | None:
+    """The machine that both sides ran on; of several the named, then the one that ran last."""
+    sides = [[reading.run for reading in side] for side in (one, other)]
+    both = set.intersection(*({machine_of(run) for run in side} for side in sides))
+    found = [run for side in sides for run in side if machine_of(run) in both]
+    if not found:
+        return None
+    run = max(found, key=lambda run: (same_hardware(named, run), run["finished"], run["run_id"]))
+    return machine_of(run)

@@ -140,10 +140,8 @@ def _paper_scale(
     others = sorted({r["hardware"] for r in found.runs if not same_hardware(cell.hardware, r)})
     if is_machine_bound(cell) and others:
         return "not judgeable here", {"note": f"the paper's is {cell.hardware}, ours {others[0]}"}
-    if found.other_path:
-        return "not judgeable here", {
-            "note": "ours is compiled or takes another dispatch path than the paper's"
-        }
+    if found.other:
+        return "not judgeable here", {"note": f"ours ran otherwise than the paper's: {found.other}"}
     if any(run["source"] != "hub" for run in found.runs if run["kind"] != "bench"):
         # A local file may be the corpus, but nothing shows it.
         return "not judgeable here", {"note": "ours did not train on the corpus from the hub"}
@@ -184,7 +182,7 @@ def _figure_columns(
     if found.figure is not None:
         ours, printed = found.figure.value, cell.number.value
         columns["reproduced"] = ours
-        given_in = compared_in(cell, scale, found.runs, found.other_path, plan)
+        given_in = compared_in(cell, scale, found.runs, bool(found.other), plan)
         if "printed" in given_in:
             columns["difference"] = ours - printed
         if "nats" in given_in and is_log(cell) and ours > 0 and printed > 0:

@@ -3,20 +3,20 @@
 import json
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import duckdb
 
 from mol.base import UserError
 from mol.paper.cell import Cell, Label
+from mol.plan.experiments import Paper
+from mol.report.number import figure_text
 from mol.report.verdicts import Protocol
 
 PROTOCOL = ("tokenizer", "pad", "layout", "context", "stride", "split")
 HIGHER_IS_BETTER = {"token/s", "step/s", "ratio", "fraction"}
-# The paper's dispatch paths; "sparse" launches block by block, which the benchmark calls loop.
-PAPER_PATHS = {"dense", "loop", "batched"}
-PATH_NAMES = {"sparse": "loop", "batched_sparse": "batched"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,9 @@ class Runs:
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     # Why there is no figure, by condition and task ("": any), where a record says so.
     reasons: dict[tuple[str, str], str] = field(default_factory=dict)
+    # How the paper ran each benchmark: label -> the values it may have.
+    protocols: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
+    beside: dict[str, tuple[str, ...]] = field(default_factory=dict)  # benchmark -> benchmarks
 
     def reason(self, cell: Cell) -> str:
         own = (cell.condition, str(cell.labels.get("task", "")))
@@ -59,7 +62,7 @@ class Runs:
         return [scale for scale in ("smoke", "proxy", "paper") if scale in found]
 
 
-def load_runs(database: duckdb.DuckDBPyConnection) -> Runs:
+def load_runs(database: duckdb.DuckDBPyConnection, plan: Paper) -> Runs:
     """Read the complete runs, their metrics and their validation curves."""
     cursor = database.execute(
         "SELECT run_id, kind, scale, condition, seed, hardware, hardware_count, device, wall_s, "
@@ -99,7 +102,11 @@ def load_runs(database: duckdb.DuckDBPyConnection) -> Runs:
     for run_id, step, value in points.fetchall():
         curves[run_id].append((step, value))
     reasons = _reasons(database, runs)
-    return Runs(runs=runs, readings=dict(readings), curves=dict(curves), reasons=reasons)
+    protocols = {name: bench.protocol for name, bench in plan.benches.items()}
+    return Runs(
+        runs=runs, readings=dict(readings), curves=dict(curves), reasons=reasons,
+        protocols=protocols, beside={name: bench.beside for name, bench in plan.benches.items()},
+    )  # fmt: skip
 
 
 def _reasons(
@@ -144,27 +151,6 @@ def same_hardware(printed: str, run: dict[str, Any]) -> bool:
     return gpu_name(name) == gpu_name(run["hardware"]) and int(count) == run["hardware_count"]
 
 
-def by_path(readings: list[Reading], wanted: Label | None) -> tuple[list[Reading], bool]:
-    """Readings of the wanted dispatch path (of any of the paper's where none is wanted), or else
-    of the paths there are; and whether those are others than the paper's."""
-    if not any("path" in reading.labels for reading in readings):
-        return readings, False
-    allowed = {PATH_NAMES.get(str(wanted), str(wanted))} if wanted else PAPER_PATHS
-    exact = [
-        reading
-        for reading in readings
-        if reading.labels.get("path") in allowed and not _is_compiled(reading)
-    ]
-    return (exact, False) if exact else (readings, True)
-
-
-def _is_compiled(reading: Reading) -> bool:
-    """Whether a dense model ran compiled or as a CUDA graph, which its run's notes say; the paper
-    runs eagerly. The block loop is never compiled."""
-    dense = reading.labels.get("path") == "dense"
-    return dense and bool(re.search(r"\blayers compiled\b|CUDA graph", reading.run["notes"]))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Query:
     """One side of a cell or of a claim. `name` is whose, for messages; no seeds: all there are."""
@@ -177,14 +163,73 @@ class Query:
     hardware: str = ""  # preferred where one seed ran on several machines
 
 
-def read(runs: Runs, scale: str, query: Query) -> tuple[dict[int, Reading], bool]:
-    """Seed -> its reading, and whether the dispatch path is another than the paper's.
+def as_printed(runs: Runs, query: Query, readings: list[Reading]) -> tuple[list[Reading], str]:
+    """The readings that ran as the paper's did and "", or else all of them and what is other
+    about the best. A figure without a label counts as the paper's."""
+    wanted = _wanted(runs, query)
+    exact = [reading for reading in readings if not _other(reading, wanted)]
+    return (exact, "") if exact or not readings else (readings, _other(best(readings), wanted))
+
+
+def joined(others: Iterable[str]) -> str:
+    """Ways in which sides of a comparison ran otherwise than the paper's, in words, or ""."""
+    return " and ".join(dict.fromkeys(filter(None, others)))
+
+
+def _wanted(runs: Runs, query: Query) -> dict[str, tuple[Label, ...]]:
+    """The benchmark's protocol; a query that names a dispatch path narrows it to that one."""
+    named = {"path": (query.labels["path"],)} if "path" in query.labels else {}
+    return runs.protocols.get(query.condition, {}) | named
+
+
+def _other(reading: Reading, wanted: dict[str, tuple[Label, ...]]) -> str:
+    return ", ".join(
+        f"{key} {reading.labels[key]}"
+        for key, allowed in wanted.items()
+        if key in reading.labels and reading.labels[key] not in allowed
+    )
+
+
+def read(runs: Runs, scale: str, query: Query) -> tuple[dict[int, Reading], str]:
+    """Seed -> its reading, and how it ran otherwise than the paper's ("" where it did not).
 
     Where one seed ran twice, runs on the named hardware come first, then the latest. Among
     dispatch paths the fastest counts, as in Table 7's caption. Raises UserError when the labels
     do not single out one figure, and for unlike perplexities.
     """
-    found = [
+    found, other = as_printed(runs, query, matching(runs, scale, query))
+    by_seed: dict[int, list[Reading]] = defaultdict(list)
+    for reading in found:
+        by_seed[reading.run["seed"]].append(reading)
+    chosen = {seed: _single(runs, options, query) for seed, options in sorted(by_seed.items())}
+    for reading in chosen.values():
+        next(iter(chosen.values())).alike().check_alike(reading.alike(), query.name)
+    return chosen, other
+
+
+def beside(runs: Runs, scale: str, query: Query, run: dict[str, Any]) -> str:
+    """The best figure of the same case on the same machine by another program than the paper's,
+    in words, or ""."""
+    wanted = _wanted(runs, query)
+    found = []
+    for name in (query.condition, *runs.beside.get(query.condition, ())):
+        found += [
+            reading
+            for reading in matching(runs, scale, replace(query, condition=name))
+            if machine_of(reading.run) == machine_of(run) and _other(reading, wanted)
+        ]
+    if not found:
+        return ""
+    fastest = best(found)
+    return f"{figure_text(fastest.value)} {fastest.unit} with {_other(fastest, wanted)}"
+
+
+def machine_of(run: dict[str, Any]) -> tuple[str, int]:
+    return run["hardware"], run["hardware_count"]
+
+
+def matching(runs: Runs, scale: str, query: Query) -> list[Reading]:
+    return [
         reading
         for reading in runs.readings.get((scale, query.condition, query.metric), [])
         if matches(reading, query.labels)
@@ -192,17 +237,9 @@ def read(runs: Runs, scale: str, query: Query) -> tuple[dict[int, Reading], bool
             not query.seeds or reading.run["kind"] == "bench" or reading.run["seed"] in query.seeds
         )
     ]
-    found, other_path = by_path(found, query.labels.get("path"))
-    by_seed: dict[int, list[Reading]] = defaultdict(list)
-    for reading in found:
-        by_seed[reading.run["seed"]].append(reading)
-    chosen = {seed: _single(options, query) for seed, options in sorted(by_seed.items())}
-    for reading in chosen.values():
-        next(iter(chosen.values())).alike().check_alike(reading.alike(), query.name)
-    return chosen, other_path
 
 
-def _single(options: list[Reading], query: Query) -> Reading:
+def _single(runs: Runs, options: list[Reading], query: Query) -> Reading:
     """The one reading of a seed."""
 
     def rank(run: dict[str, Any]) -> tuple:
@@ -211,7 +248,8 @@ def _single(options: list[Reading], query: Query) -> Reading:
 
     run = max((reading.run for reading in options), key=rank)
     options = [reading for reading in options if reading.run is run]
-    labels = {json.dumps({k: v for k, v in o.labels.items() if k != "path"}) for o in options}
+    ways = _wanted(runs, query).keys() | {"path"}  # which of these ran is the best's affair
+    labels = {json.dumps({k: v for k, v in o.labels.items() if k not in ways}) for o in options}
     protocols = {tuple(option.protocol.values()) for option in options}
     if len(labels) > 1 or len(protocols) > 1:
         raise UserError(

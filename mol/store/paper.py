@@ -78,7 +78,8 @@ def insert_paper(database: duckdb.DuckDBPyConnection, folder: Path) -> None:
 
 def insert_verdicts(database: duckdb.DuckDBPyConnection, folder: Path) -> None:
     """Judge the paper's cells and claims by the runs that are in the database already."""
-    paper, plan, runs = load_paper(folder), load_experiments(folder), load_runs(database)
+    paper, plan = load_paper(folder), load_experiments(folder)
+    runs = load_runs(database, plan)
     insert(database, "verdicts", list(verdict_rows(paper.cells, runs, plan)))
     if (folder / "claims.toml").is_file():
         insert(database, "claim_results", list(claim_rows(load_claims(paper), runs, plan)))

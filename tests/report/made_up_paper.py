@@ -60,6 +60,7 @@ benches = ["toy-prefill", "toy-attention"]
 
 [benches.toy-prefill]
 program = "prefill"
+protocol = { mode = ["eager"], path = ["dense", "loop", "batched"] }
 models = ["plain", "fancy"]
 smoke = { lengths = [32, 64] }
 paper = { lengths = [128, 256], device = "cuda", dtype = "bf16" }

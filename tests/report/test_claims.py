@@ -220,7 +220,7 @@ def test_timings_decide_by_their_own_range(suite, path, fancy, plain, outcome):
     write_run(suite.runs, record_of(spec, metrics, hardware=H200))
     row = suite.result("faster", "paper")
     assert row["outcome"] == outcome
-    assert ("another dispatch path" in row["note"]) == (path == "one_pass")
+    assert ("path one_pass" in row["note"]) == (path == "one_pass")
     assert row["effect"] == pytest.approx(math.log(fancy / plain))
     assert row["high"] - row["effect"] == pytest.approx(math.hypot(0.01, 0.01))
     assert row["hardware"] == "NVIDIA H200"

@@ -208,7 +208,9 @@ def test_figures_at_other_settings_are_listed(suite):
     text = suite()["table02.md"]
     assert "Measured at settings that the paper does not print" in text
     assert re.search(
-        r"\| smoke \| length 32, model fancy, path dense \| [\d.e+,]+ \| token/s", text
+        r"\| smoke \| attention flash, length 32, mode eager, model fancy, path dense, "
+        r"statistic median \| [\d.e+,]+ \| token/s",
+        text,
     )
 
 
