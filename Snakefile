@@ -9,3 +9,9 @@ include: "rules/common.smk"
 include: "rules/data.smk"
 include: "rules/runs.smk"
 include: "rules/report.smk"
+
+
+# Of an included file no rule is the default, whatever it says of itself.
+rule all:
+    input:
+        rules.paper_tables.input,

@@ -48,19 +48,35 @@ def one_of(run_ids):
 
 # A specification or a group of sources is a file that is rewritten only when it changes, so its
 # modification time is what a rule can depend on.
+RESULTS = (
+    "results/runs/*/*/record.json",
+    "results/data/*/*/meta.json",
+    "results/mol.duckdb",
+    "paper_tables/index.html",
+)
+LATEST = max((p.stat().st_mtime for name in RESULTS for p in Path().glob(name)), default=0.0)
+
+
+def kept(name, content):
+    """The name of a file of this content."""
+    try:
+        return str(write_if_changed(Path(name), content, LATEST))
+    except UserError as error:
+        raise WorkflowError(str(error))
+
+
 HASHES = {
-    group: str(write_if_changed(Path(f"results/hashes/{group}.sha256"), source_hash(group) + "\n"))
-    for group in GROUPS
+    group: kept(f"results/hashes/{group}.sha256", source_hash(group) + "\n") for group in GROUPS
 }
 for planned in PLAN:
-    spec_file = Path(f"results/specs/{SCALE}/{planned.run_id}.json")
-    write_if_changed(spec_file, planned.spec.model_dump_json(indent=1) + "\n")
+    kept(
+        f"results/specs/{SCALE}/{planned.run_id}.json",
+        planned.spec.model_dump_json(indent=1) + "\n",
+    )
 CORPORA = {
-    spec.data.folder: str(
-        write_if_changed(
-            Path(f"results/specs/{SCALE}/data/{spec.data.folder}.json"),
-            spec.data.model_dump_json(indent=1) + "\n",
-        )
+    spec.data.folder: kept(
+        f"results/specs/{SCALE}/data/{spec.data.folder}.json",
+        spec.data.model_dump_json(indent=1) + "\n",
     )
     for spec in SPECS.values()
     if spec.kind == "train"

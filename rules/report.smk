@@ -78,7 +78,6 @@ rule tracking:
 
 
 rule paper_tables:
-    default_target: True
     input:
         wanted(),  # named here too, so that a run deleted by hand comes back
         "paper_tables/index.html",

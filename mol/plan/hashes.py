@@ -5,6 +5,7 @@ other: snakemake's own code trigger sees a rule's command line only, not the mod
 """
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -75,8 +76,12 @@ def source_hash(group: Group, root: Path = ROOT) -> str:
     return state.hexdigest()
 
 
-def write_if_changed(path: Path, content: str) -> Path:
-    """Keep an unchanged file's modification time, which is what triggers a rerun."""
+def write_if_changed(path: Path, content: str, after: float = 0.0) -> Path:
+    """Keep an unchanged file's modification time, which is what triggers a rerun. A file that
+    changes is dated after `after` (seconds since 1970), the latest of what depends on it: a clock
+    that went back would otherwise hide the change."""
     if not path.is_file() or path.read_bytes() != content.encode():
         write_atomic(path, content)
+        if path.stat().st_mtime <= after:
+            os.utime(path, (after + 1, after + 1))
     return path
