@@ -21,6 +21,7 @@ COMMANDS = {
     "eval": ("mol.evaluate.command", "perplexity of a trained run"),
     "zeroshot": ("mol.evaluate.zero_shot_command", "score a trained run with lm-eval"),
     "bench": ("mol.bench.command", "run one benchmark of the plan"),
+    "export": ("mol.export.command", "a trained run in the form transformers loads"),
     "store": ("mol.store.command", "build, verify, export or query the database"),
     "report": ("mol.report.command", "tables, figures and the HTML page"),
     "track": ("mol.store.track_command", "mirror the records into MLflow"),
