@@ -1,0 +1,379 @@
+"""Choice of each token's blocks in one pass, its gradient, and the plan of rows by counting (2.3).
+
+Import this module on a machine with Triton only; the same mathematics in PyTorch are
+`SplitStage.route` and `RoutePlan.routed`.
+
+Shape suffixes: B sequences, T positions, X = B T tokens, D width, E blocks, k slots a token,
+N = X k packed rows, P parts of the tokens.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FEW = 128  # tokens up to which each has a program of its own: one for every multiprocessor
+TALL = 8192  # tokens from which tiles of 64 instead of 16 fill the multiprocessors
+PARTS, PART_ROWS = 64, 32  # the backward pass: most parts, and tokens at a time in each
+PLANNERS = 512  # most programs that count one sequence: each reads the counts of all
+
+
+@triton.jit
+def _product(a, b, sums):
+    """a @ b + sums at the accuracy of fp32: products of two 16-bit numbers are exact as they are,
+    others are made of three tf32 products (22 bits)."""
+    if a.dtype == b.dtype and a.dtype.primitive_bitwidth == 16:
+        return tl.dot(a, b, sums)
+    return tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="tf32x3")
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _route(
+    x, router, probability, weights, chosen, tokens,
+    WIDTH: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr, OVER_SELECTED: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Softmax over the blocks and the SLOTS largest, of ROWS tokens or of a single one."""
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = token < tokens
+    block = tl.arange(0, PADDED)
+    known = block < BLOCKS
+    if ROWS == 1:  # sums along a matrix product's shortest side would leave most lanes idle
+        sums = tl.zeros([PADDED, CHUNK], dtype=tl.float32)
+        for start in range(0, WIDTH, CHUNK):
+            column = (start + tl.arange(0, CHUNK))[None, :]
+            at = block[:, None] * WIDTH + column
+            part = tl.load(x + token[:, None] * WIDTH + column, mask=column < WIDTH, other=0.0)
+            rows = tl.load(router + at, mask=known[:, None] & (column < WIDTH), other=0.0)
+            sums += rows.to(tl.float32) * part.to(tl.float32)
+        scores = tl.sum(sums, 1)[None, :]
+    else:
+        scores = tl.zeros([ROWS, PADDED], dtype=tl.float32)
+        for start in range(0, WIDTH, CHUNK):
+            column = start + tl.arange(0, CHUNK)
+            within = column < WIDTH
+            part = tl.load(
+                x + token[:, None] * WIDTH + column[None, :],
+                mask=inside[:, None] & within[None, :], other=0.0,
+            )  # fmt: skip
+            columns = tl.load(
+                router + block[None, :] * WIDTH + column[:, None],
+                mask=known[None, :] & within[:, None], other=0.0,
+            )  # fmt: skip
+            scores = _product(part, columns, scores)
+    scores = tl.where(known[None, :], scores, -float("inf"))
+    p = tl.exp(scores - tl.max(scores, 1)[:, None])
+    p = p / tl.sum(p, 1)[:, None]
+    tl.store(
+        probability + token[:, None] * BLOCKS + block[None, :], p,
+        mask=inside[:, None] & known[None, :],
+    )  # fmt: skip
+    # NaN ranks highest, so that any row names distinct, existing blocks.
+    left = tl.where(known[None, :], tl.where(p == p, p, 2.0), -1.0)
+    rank = tl.full([ROWS, PADDED], SLOTS, dtype=tl.int32)
+    for slot in range(SLOTS):
+        highest = left == tl.max(left, 1)[:, None]
+        best = tl.min(tl.where(highest, block[None, :], PADDED), 1)
+        hit = block[None, :] == best[:, None]
+        rank = tl.where(hit, slot, rank)
+        left = tl.where(hit, -1.0, left)
+    taken = rank < SLOTS
+    if OVER_SELECTED:
+        p = p / tl.sum(tl.where(taken, p, 0.0), 1)[:, None]
+    at = token[:, None] * SLOTS + rank
+    tl.store(weights + at, p, mask=inside[:, None] & taken)
+    named = tl.broadcast_to(block[None, :], [ROWS, PADDED]).to(tl.int64)
+    tl.store(chosen + at, named, mask=inside[:, None] & taken)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _route_backward(
+    x, router, probability, chosen, grad_probability, grad_weights, grad_x, grad_router, tokens,
+    WIDTH: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr, OVER_SELECTED: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Of CHUNK columns: the gradient of every P-th tile of x, and their share of the router's."""
+    part = tl.program_id(0)
+    block = tl.arange(0, PADDED)
+    known = block < BLOCKS
+    column = (tl.program_id(1) * CHUNK + tl.arange(0, CHUNK))[None, :]
+    within = column < WIDTH
+    at_router = block[:, None] * WIDTH + column
+    router_EC = tl.load(router + at_router, mask=known[:, None] & within, other=0.0)
+    sums = tl.zeros([PADDED, CHUNK], dtype=tl.float32)
+    for start in range(part * ROWS, tokens, tl.num_programs(0) * ROWS):
+        token = (start + tl.arange(0, ROWS)).to(tl.int64)
+        inside = token < tokens
+        at = token[:, None] * BLOCKS + block[None, :]
+        mask = inside[:, None] & known[None, :]
+        p = tl.load(probability + at, mask=mask, other=0.0)
+        grad = tl.load(grad_probability + at, mask=mask, other=0.0)
+        to_chosen = tl.zeros([ROWS, PADDED], dtype=tl.float32)
+        taken = tl.zeros([ROWS, PADDED], dtype=tl.int1)
+        for slot in range(SLOTS):
+            pair = token * SLOTS + slot
+            named = tl.load(chosen + pair, mask=inside, other=-1).to(tl.int32)
+            hit = block[None, :] == named[:, None]
+            taken = taken | hit
+            to_weight = tl.load(grad_weights + pair, mask=inside, other=0.0)
+            to_chosen += tl.where(hit, to_weight[:, None], 0.0)
+        if OVER_SELECTED:  # w = p / s, s the sum over the chosen
+            s = tl.sum(tl.where(taken, p, 0.0), 1)
+            s = tl.where(inside, s, 1.0)[:, None]
+            shift = tl.sum(to_chosen * p, 1)[:, None] / s
+            to_chosen = tl.where(taken, (to_chosen - shift) / s, 0.0)
+        grad += to_chosen
+        grad = p * (grad - tl.sum(grad * p, 1)[:, None])
+        at_x = token[:, None] * WIDTH + column
+        mask_x = inside[:, None] & within
+        x_RC = tl.load(x + at_x, mask=mask_x, other=0.0)
+        grad_RC = _product(grad, router_EC, tl.zeros([ROWS, CHUNK], dtype=tl.float32))
+        tl.store(grad_x + at_x, grad_RC.to(grad_x.dtype.element_ty), mask=mask_x)
+        sums = _product(tl.trans(grad), x_RC, sums)
+    at_part = part.to(tl.int64) * BLOCKS * WIDTH + at_router
+    tl.store(grad_router + at_part, sums, mask=known[:, None] & within)
+
+
+@torch.library.custom_op("mol::route", mutates_args=())
+def route(
+    x_XD: Tensor, router_ED: Tensor, k: int, over_selected: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(P [X, E], weights [X, k], chosen [X, k]) of softmax(router x) and its k largest (2.3).
+
+    P and weights fp32, `chosen` int64, largest first, equal ones by lower number. The weights are
+    P of the chosen, divided by their sum if `over_selected`. x and router are bf16, fp16 or fp32;
+    scores have the accuracy of fp32 in either case. Differentiable in P and weights.
+    """
+    tokens, width = x_XD.shape
+    n_blocks = router_ED.shape[0]
+    outputs = _routed(x_XD, router_ED, k, over_selected)
+    padded = max(16, triton.next_power_of_2(n_blocks))
+    exact = x_XD.dtype == router_ED.dtype != torch.float32  # one product instead of three
+    if tokens <= FEW:
+        rows, chunk, tuned = 1, 16384 // padded, dict(num_warps=8)
+    elif tokens < TALL:  # few programs: each keeps more loads in flight
+        rows, chunk, tuned = 16, 256 if exact else 64, dict(num_warps=4, num_stages=5)
+    else:  # tall tiles read the router less often
+        rows, chunk, tuned = 64, 128 if exact else 64, dict(num_warps=4, num_stages=3)
+    _route[(triton.cdiv(tokens, rows),)](
+        x_XD.contiguous(), router_ED.contiguous(), *outputs, tokens,
+        WIDTH=width, BLOCKS=n_blocks, SLOTS=k, OVER_SELECTED=over_selected, ROWS=rows,
+        CHUNK=_chunk(width, chunk), PADDED=padded, **tuned,
+    )  # fmt: skip
+    return outputs
+
+
+def _chunk(width: int, most: int) -> int:
+    """Columns at a time: a matrix product takes 16 at least."""
+    return min(most, max(16, triton.next_power_of_2(width)))
+
+
+@route.register_fake
+def _routed(
+    x_XD: Tensor, router_ED: Tensor, k: int, over_selected: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens = x_XD.shape[0]
+    probability_XE = x_XD.new_empty(tokens, router_ED.shape[0], dtype=torch.float32)
+    weights_Xk = x_XD.new_empty(tokens, k, dtype=torch.float32)
+    return probability_XE, weights_Xk, x_XD.new_empty(tokens, k, dtype=torch.int64)
+
+
+@torch.library.custom_op("mol::route_backward", mutates_args=())
+def _backward(
+    x_XD: Tensor,
+    router_ED: Tensor,
+    probability_XE: Tensor,
+    chosen_Xk: Tensor,
+    grad_probability_XE: Tensor,
+    grad_weights_Xk: Tensor,
+    over_selected: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the router, the latter by parts of the tokens: fp32 [P, E, D]."""
+    tokens, width = x_XD.shape
+    n_blocks = router_ED.shape[0]
+    grads = _backward_like(
+        x_XD, router_ED, probability_XE, chosen_Xk, grad_probability_XE, grad_weights_Xk,
+        over_selected,
+    )  # fmt: skip
+    padded = max(16, triton.next_power_of_2(n_blocks))
+    chunk = _chunk(width, 128 if padded <= 32 else 64)
+    _route_backward[(grads[1].shape[0], triton.cdiv(width, chunk))](
+        x_XD.contiguous(), router_ED.contiguous(), probability_XE, chosen_Xk,
+        grad_probability_XE.contiguous(), grad_weights_Xk.contiguous(), *grads, tokens,
+        WIDTH=width, BLOCKS=n_blocks, SLOTS=chosen_Xk.shape[1], OVER_SELECTED=over_selected,
+        ROWS=PART_ROWS, CHUNK=chunk, PADDED=padded, num_warps=4,
+    )  # fmt: skip
+    return grads
+
+
+@_backward.register_fake
+def _backward_like(
+    x_XD: Tensor,
+    router_ED: Tensor,
+    probability_XE: Tensor,
+    chosen_Xk: Tensor,
+    grad_probability_XE: Tensor,
+    grad_weights_Xk: Tensor,
+    over_selected: bool,
+) -> tuple[Tensor, Tensor]:
+    parts = min(PARTS, -(-x_XD.shape[0] // PART_ROWS))
+    grad_PED = x_XD.new_empty(parts, *router_ED.shape, dtype=torch.float32)
+    return x_XD.new_empty(x_XD.shape), grad_PED
+
+
+def _save(ctx, inputs, output) -> None:
+    x_XD, router_ED, _, ctx.over_selected = inputs
+    probability_XE, _, chosen_Xk = output
+    ctx.save_for_backward(x_XD, router_ED, probability_XE, chosen_Xk)
+
+
+def _grad(ctx, grad_probability_XE, grad_weights_Xk, _):
+    grad_x_XD, grad_PED = _backward(
+        *ctx.saved_tensors, grad_probability_XE, grad_weights_Xk, ctx.over_selected
+    )
+    return grad_x_XD, grad_PED.sum(0).to(ctx.saved_tensors[1].dtype), None, None
+
+
+route.register_autograd(_grad, setup_context=_save)
+
+
+@triton.jit
+def _one_hot(chosen, token, inside, SLOTS: tl.constexpr, PADDED: tl.constexpr):
+    """1 where a token (rows) names a block (columns)."""
+    block = tl.arange(0, PADDED)[None, :]
+    hot = (token[:, None] + block) * 0
+    for slot in range(SLOTS):
+        named = tl.load(chosen + token * SLOTS + slot, mask=inside, other=-1).to(tl.int32)
+        hot += (named[:, None] == block).to(tl.int32)
+    return hot
+
+
+@triton.jit(do_not_specialize=["length", "tiles", "steps"])
+def _count(
+    chosen, counts, length, tiles, steps,
+    BLOCKS: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Rows of each block among `steps` times TOKENS tokens of one sequence."""
+    mine = tl.program_id(0)
+    block = tl.arange(0, PADDED)
+    found = block * 0
+    for step in range(steps):
+        time = (mine % tiles * steps + step) * TOKENS + tl.arange(0, TOKENS)
+        token = mine // tiles * length + time
+        found += tl.sum(_one_hot(chosen, token, time < length, SLOTS, PADDED), 0)
+    tl.store(counts + block * tl.num_programs(0) + mine, found, mask=block < BLOCKS)
+
+
+@triton.jit(do_not_specialize=["length", "tiles", "steps"])
+def _place(
+    chosen, counts, order, inverse, blocks, withins, times, segments, offs, edges,
+    length, tiles, steps, ALONE: tl.constexpr, SINGLE: tl.constexpr,
+    BLOCKS: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, PADDED: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """The packed rows of the tokens that `_count` gave the same program.
+
+    ALONE: this program has all the tokens, and there are no counts. SINGLE: the tokens are one
+    sequence each, walked as if they were one sequence.
+    """
+    mine, programs = tl.program_id(0), tl.num_programs(0)
+    sequence = mine // tiles
+    block = tl.arange(0, PADDED)
+    known = block < BLOCKS
+    before = block * 0  # of this block: rows of earlier programs
+    opened = block * 0  # rows of earlier sequences
+    total = block * 0
+    if ALONE:
+        token = tl.arange(0, TOKENS)
+        total += tl.sum(_one_hot(chosen, token, token < length, SLOTS, PADDED), 0)
+    else:
+        for start in range(0, programs, WIDE):
+            other = start + tl.arange(0, WIDE)[None, :]
+            mask = known[:, None] & (other < programs)
+            held = tl.load(counts + block[:, None] * programs + other, mask=mask, other=0)
+            total += tl.sum(held, 1)
+            before += tl.sum(tl.where(other < mine, held, 0), 1)
+            opened += tl.sum(tl.where(other < sequence * tiles, held, 0), 1)
+    ends = tl.cumsum(total, 0)
+    first = ends - total + opened  # where the segments begin
+    before -= opened
+    batch = programs // tiles
+    if SINGLE:
+        batch = length
+    elif mine % tiles == 0:
+        tl.store(edges + block * batch + sequence, first, mask=known)
+    for step in range(steps):
+        time = (mine % tiles * steps + step) * TOKENS + tl.arange(0, TOKENS)
+        inside = time < length
+        token = sequence * length + time
+        hot = _one_hot(chosen, token, inside, SLOTS, PADDED)
+        rank = tl.cumsum(hot, 0) - hot + before[None, :]
+        before += tl.sum(hot, 0)
+        owner = token * 0 + sequence
+        if SINGLE:
+            at = block[None, :] * batch + token[:, None]
+            tl.store(edges + at, first[None, :] + rank, mask=inside[:, None] & known[None, :])
+            owner, time = token, time * 0
+        for slot in range(SLOTS):
+            pair = token * SLOTS + slot
+            named = tl.load(chosen + pair, mask=inside, other=-1).to(tl.int32)
+            hit = named[:, None] == block[None, :]
+            within = tl.sum(tl.where(hit, rank, 0), 1)
+            row = within + tl.sum(tl.where(hit, first[None, :], 0), 1)
+            if SINGLE:
+                within *= 0
+            tl.store(order + row, pair.to(tl.int64), mask=inside)
+            tl.store(inverse + pair, row.to(tl.int64), mask=inside)
+            tl.store(blocks + row, named.to(tl.int64), mask=inside)
+            tl.store(withins + row, within.to(tl.int64), mask=inside)
+            tl.store(times + row, time.to(tl.int64), mask=inside)
+            tl.store(segments + row, (named * batch + owner).to(tl.int64), mask=inside)
+    if mine == 0:
+        tl.store(offs + block, ends, mask=known)
+        tl.store(edges + BLOCKS * batch, tl.sum(total, 0))
+
+
+@torch.library.custom_op("mol::plan", mutates_args=())
+def plan(
+    chosen_Xk: Tensor, batch: int, length: int, n_blocks: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(order_N, inverse_N, block_N, within_N, time_N, segment_N, offs_E, cu_seqlens) of
+    `RoutePlan.routed`, number for number, without sorting.
+
+    A token names a block at most once, so its place among the block's rows is the number of
+    earlier tokens that name the block: two launches, one of them where 256 tokens are all there
+    are and they are one sequence or one step of many. N must be below 2^31.
+    """
+    outputs = _planned(chosen_Xk, batch, length, n_blocks)
+    padded = triton.next_power_of_2(n_blocks)
+    single = length == 1
+    if single:
+        batch, length = 1, batch
+    tokens = min(max(32, min(256, 4096 // padded)), triton.next_power_of_2(length))
+    steps = 1
+    while steps * tokens * PLANNERS < length:
+        steps *= 2
+    tiles = triton.cdiv(length, steps * tokens)
+    programs = batch * tiles
+    counts = chosen_Xk.new_empty(n_blocks, programs, dtype=torch.int32)
+    sizes = dict(BLOCKS=n_blocks, SLOTS=chosen_Xk.shape[1], TOKENS=tokens, PADDED=padded)
+    chosen_Xk = chosen_Xk.contiguous()
+    if programs > 1:
+        _count[(programs,)](chosen_Xk, counts, length, tiles, steps, **sizes, num_warps=8)
+    wide = min(triton.next_power_of_2(programs), max(32, 2048 // padded))
+    _place[(programs,)](
+        chosen_Xk, counts, *outputs, length, tiles, steps,
+        ALONE=programs == 1, SINGLE=single, WIDE=wide, **sizes, num_warps=8,
+    )  # fmt: skip
+    return outputs
+
+
+@plan.register_fake
+def _planned(
+    chosen_Xk: Tensor, batch: int, length: int, n_blocks: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    n_rows = chosen_Xk.numel()
+    of_rows = tuple(chosen_Xk.new_empty(n_rows) for _ in range(6))
+    sizes = (n_blocks, n_blocks * batch + 1)
+    offs_E, cu_seqlens = (chosen_Xk.new_empty(n, dtype=torch.int32) for n in sizes)
+    return *of_rows, offs_E, cu_seqlens
