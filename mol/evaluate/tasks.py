@@ -26,7 +26,7 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 
 from mol.base import UserError, digest
-from mol.evaluate.items import TRUTHFULQA, ItemIndex, load_table
+from mol.evaluate.items import TRUTHFULQA
 
 STOCK = Path(lm_eval.__file__).parent / "tasks"
 FOLDERS = ("hellaswag", "piqa", "winogrande", "arc", "truthfulqa", "mmlu/default")
@@ -106,16 +106,18 @@ def _redirect(config: dict, splits: dict[str, pa.Table], limit: int | None) -> d
 
 
 def load_stock_tasks(
-    names: tuple[str, ...], folder: Path, index: ItemIndex, limit: int | None = None
+    names: tuple[str, ...], tables: dict[str, dict[str, pa.Table]], limit: int | None = None
 ) -> StockTasks:
-    """The harness's tasks `names` on the items below `folder`, the first `limit` of each."""
+    """The harness's tasks `names` on `tables` (set -> split -> items), the first `limit` of each.
+
+    Raises UserError for a task this suite does not hold.
+    """
     check_tasks(names)
     manager = TaskManager(include_path=[STOCK / name for name in FOLDERS], include_defaults=False)
     definitions = {name: entry.cfg for name, entry in manager.task_index.items()}
     overrides: list[dict[str, Any]] = []
     for name in names:
-        files = index.sets[SETS[name]]
-        splits = {split: load_table(folder, file) for split, file in files.items()}
+        splits = tables[SETS[name]]
         count = items_per_task(name, limit)
         if name != MMLU:
             overrides.append(_redirect(definitions[name], splits, count))

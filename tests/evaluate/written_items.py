@@ -14,6 +14,7 @@ SUBJECTS = sorted(
     ).task_index.items()
     if entry.yaml_path and entry.cfg.get("dataset_path") == "cais/mmlu"
 )
+WRITTEN: set[str] = set()  # hashes of the sets that tests wrote
 NOUNS = "lamp river engine violin meadow anchor copper pencil garden bridge".split()
 
 
@@ -73,7 +74,9 @@ def written_tables() -> dict[tuple[str, str], pa.Table]:
 def write_items(folder, tables: dict[tuple[str, str], pa.Table]) -> items.ItemIndex:
     sets: dict = {}
     for key, table in tables.items():
-        sets.setdefault(key[0], {})[key[1]] = items.write_set(folder, key, table, "written here")
+        file = items.write_set(folder, key, table, "written here")
+        WRITTEN.add(file.items_sha256)
+        sets.setdefault(key[0], {})[key[1]] = file
     index = items.ItemIndex(sets=sets)
     (folder / items.INDEX).write_text(index.model_dump_json(), "utf-8")
     return index
