@@ -15,9 +15,16 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+# A part of a file's or folder's name, so it holds no separator and does not begin with a dot.
+Slug = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$", max_length=100)]
+# A number of layers, steps, tokens and the like: more is a slip, or somebody's test of us.
+Size = Annotated[int, Field(gt=0, le=2**40)]
+# Where a file lies: any text that the system takes for a name.
+FileName = Annotated[str, Field(pattern=r"^[^\x00]+$", max_length=4000)]
 
 
 class UserError(ValueError):

@@ -2,12 +2,13 @@
 
 import argparse
 import importlib
+import io
 import os
 import sys
 
 import pydantic
 
-from mol.base import UserError, one_line
+from mol.base import UserError, one_line, reason_of
 
 # name -> (module with configure(parser) and run(args), one-line help)
 COMMANDS = {
@@ -33,12 +34,21 @@ class Parser(argparse.ArgumentParser):
     """Refuses wrong arguments in one line, as every other wrong input is refused."""
 
     def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: {_visible(message)}; see {self.prog} --help\n")
+
+
+def _visible(message: str) -> str:
+    """One line of at most 2,000 characters, whatever names and values the message quotes."""
+    text = " ".join(message.split())
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:2000])
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand; returns its exit code, 2 for bad input with one line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):  # names of files need not be text, nor terminals UTF-8
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     parser = Parser(prog="mol", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = next((word for word in argv if not word.startswith("-")), None)
@@ -46,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
         sub = commands.add_parser(name, help=summary, description=summary)
         if name == chosen:
             importlib.import_module(module).configure(sub)
+    if any("\0" in word for word in argv):
+        parser.error("an argument holds the character NUL")
     args = parser.parse_args(argv)
     try:
         code = importlib.import_module(COMMANDS[args.command][0]).run(args) or 0
@@ -58,7 +70,14 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `mol plan | head`: the reader has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    print(f"mol {args.command}: {message}", file=sys.stderr)
+    except OSError as error:
+        message = ": ".join(filter(None, (str(error.filename or ""), reason_of(error))))
+    except MemoryError:
+        message = "out of memory; choose smaller sizes or a larger machine"
+    except KeyboardInterrupt:
+        print(f"mol {args.command}: interrupted; the same command goes on", file=sys.stderr)
+        return 130
+    print(f"mol {args.command}: {_visible(message)}", file=sys.stderr)
     return 2
 
 

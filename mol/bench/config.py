@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from mol.base import Frozen
-from mol.model.config import ModelConfig
+from mol.model.config import Count, ModelConfig
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -16,7 +16,7 @@ class Timed(Frozen):
     device: Device = "auto"
     dtype: Literal["fp32", "bf16"] = "fp32"
     warmup: int = Field(2, ge=0)
-    repeats: PositiveInt = 5
+    repeats: Count = 5
 
 
 class PrefillBench(Timed):
@@ -30,7 +30,7 @@ class PrefillBench(Timed):
 
     program: Literal["prefill"] = "prefill"
     models: dict[str, ModelConfig]
-    lengths: tuple[PositiveInt, ...]
+    lengths: tuple[Count, ...]
     paths: tuple[Literal["one_pass", "loop", "batched"], ...] = ("one_pass",)
     run_as: Literal["paper", "fastest"] = "fastest"
 
@@ -41,24 +41,24 @@ class DecodeBench(Timed):
 
     program: Literal["decode"] = "decode"
     models: dict[str, ModelConfig]
-    contexts: tuple[PositiveInt, ...]
-    batch_size: PositiveInt = 1
+    contexts: tuple[Count, ...]
+    batch_size: Count = 1
 
 
 class AttentionBench(Timed):
     """Table 10: forward + backward of an isolated block, softmax against Gated DeltaNet."""
 
     program: Literal["attention"] = "attention"
-    d_model: PositiveInt
-    n_heads: PositiveInt
-    d_ff: PositiveInt
-    batch_size: PositiveInt
-    lengths: tuple[PositiveInt, ...]
+    d_model: Count
+    n_heads: Count
+    d_ff: Count
+    batch_size: Count
+    lengths: tuple[Count, ...]
 
 
 class DispatchCase(Frozen):
-    top_k: PositiveInt
-    n_blocks: PositiveInt
+    top_k: Count
+    n_blocks: Count
 
     @model_validator(mode="after")
     def _check(self):
@@ -71,13 +71,13 @@ class DispatchBench(Timed):
     """2.3: forward time of one softmax split stage, dense restricted against sparse."""
 
     program: Literal["dispatch"] = "dispatch"
-    d_model: PositiveInt
-    d_thin: PositiveInt
-    n_heads: PositiveInt
-    d_ff: PositiveInt
+    d_model: Count
+    d_thin: Count
+    n_heads: Count
+    d_ff: Count
     cases: tuple[DispatchCase, ...]
-    seq_len: PositiveInt
-    batch_size: PositiveInt
+    seq_len: Count
+    batch_size: Count
     compiled: bool = False
 
     @model_validator(mode="after")
@@ -93,8 +93,8 @@ class LogitDiffBench(Frozen):
     program: Literal["logit_diff"] = "logit_diff"
     device: Device = "auto"
     model: ModelConfig
-    seq_len: PositiveInt
-    batch_size: PositiveInt = 1
+    seq_len: Count
+    batch_size: Count = 1
 
 
 class ShardingBench(Frozen):
@@ -110,8 +110,8 @@ class TrainStepBench(Timed):
 
     program: Literal["train_step"] = "train_step"
     models: dict[str, ModelConfig]
-    seq_len: PositiveInt
-    batch_size: PositiveInt
+    seq_len: Count
+    batch_size: Count
 
 
 Bench = Annotated[

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from mol.base import Frozen, digest
+from mol.base import FileName, Frozen, Size, digest
 
 Corpus = Literal["wikitext103", "cosmopedia_v2", "fineweb_edu"]
 
@@ -19,7 +19,7 @@ class HubSource(Frozen):
     """The corpus under its own name on the Hugging Face hub, through `datasets`."""
 
     kind: Literal["hub"] = "hub"
-    max_documents: PositiveInt | None = None  # streaming stops there; None reads everything
+    max_documents: Size | None = None  # streaming stops there; None reads everything
 
 
 class FileSource(Frozen):
@@ -27,9 +27,9 @@ class FileSource(Frozen):
     is replaced by documents held out of the training file."""
 
     kind: Literal["file"] = "file"
-    train: str
-    validation: str | None = None
-    test: str | None = None
+    train: FileName
+    validation: FileName | None = None
+    test: FileName | None = None
     column: str = "text"  # of jsonl and parquet
 
 
@@ -41,8 +41,8 @@ class PaddedLayout(Frozen):
     padded to `chunk`; input and label are shifted by one, so T = chunk - 1."""
 
     kind: Literal["padded"] = "padded"
-    chunk: PositiveInt = 256
-    min_chunk: PositiveInt = 128
+    chunk: Size = 256
+    min_chunk: Size = 128
 
     @model_validator(mode="after")
     def _check(self):
@@ -65,8 +65,8 @@ class DataSpec(Frozen):
     tokenizer: Literal["bpe", "gpt2"]
     vocab_size: int = Field(gt=256, le=65_536)
     layout: Annotated[PaddedLayout | PackedLayout, Field(discriminator="kind")]
-    max_train_tokens: PositiveInt | None = None  # training shard stops there
-    max_eval_tokens: PositiveInt | None = None  # validation and test, each
+    max_train_tokens: Size | None = None  # training shard stops there
+    max_eval_tokens: Size | None = None  # validation and test, each
 
     @property
     def folder(self) -> str:

@@ -6,10 +6,12 @@ blocks a token activates. Sections and equations are those of arXiv 2605.09516.
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from mol.base import Frozen
 
+# A width, or a number of experts, blocks or tokens: a larger one fits no machine.
+Count = Annotated[int, Field(gt=0, le=2**24)]
 Attention = Literal["softmax", "deltanet"]
 
 
@@ -27,20 +29,20 @@ class DenseLayer(Frozen):
 
     kind: Literal["dense"] = "dense"
     attention: Attention = "softmax"
-    n_heads: PositiveInt
-    d_ff: PositiveInt
+    n_heads: Count
+    d_ff: Count
 
 
 class Rank1FFN(Frozen):
     """Mixture of rank-1 experts, y = sum_i w_i gelu(u_i . x) v_i (Appendix A)."""
 
-    n_experts: PositiveInt
-    top_k: PositiveInt
-    routing_dim: PositiveInt
+    n_experts: Count
+    top_k: Count
+    routing_dim: Count
     tau: PositiveFloat = 15.0
     # Two routing vectors per expert follow from the counts; how they combine is not known.
     cosine: Literal["mean", "first"] = "mean"
-    se_hidden: PositiveInt | None = None  # Appendix C: K -> se_hidden -> K gate, 4 in the paper
+    se_hidden: Count | None = None  # Appendix C: K -> se_hidden -> K gate, 4 in the paper
 
     @model_validator(mode="after")
     def _check(self):
@@ -53,7 +55,7 @@ class CTMoELayer(Frozen):
     """Full-width softmax attention with a rank-1 mixture for FFN (Table 8, CT-MoE)."""
 
     kind: Literal["ct_moe"] = "ct_moe"
-    n_heads: PositiveInt
+    n_heads: Count
     ffn: Rank1FFN
 
 
@@ -61,20 +63,20 @@ class MoEFFNLayer(Frozen):
     """Full-width softmax attention with top-k routed FFN experts (Table 3, MoE-FFN 3of5)."""
 
     kind: Literal["moe_ffn"] = "moe_ffn"
-    n_heads: PositiveInt
-    n_experts: PositiveInt
-    top_k: PositiveInt
-    d_ff: PositiveInt
+    n_heads: Count
+    n_experts: Count
+    top_k: Count
+    d_ff: Count
 
 
 class HighRankMoELayer(Frozen):
     """Biased experts of a given rank routed by cosine to anchors (Table 8, reference)."""
 
     kind: Literal["high_rank_moe"] = "high_rank_moe"
-    n_heads: PositiveInt
-    n_experts: PositiveInt
-    top_k: PositiveInt
-    rank: PositiveInt
+    n_heads: Count
+    n_experts: Count
+    top_k: Count
+    rank: Count
 
 
 class SplitLayer(Frozen):
@@ -86,14 +88,14 @@ class SplitLayer(Frozen):
     """
 
     kind: Literal["split"] = "split"
-    d_thin: PositiveInt
-    n_heads: PositiveInt
-    n_blocks: PositiveInt
-    n_shared: int = Field(0, ge=0)
-    top_k: PositiveInt
+    d_thin: Count
+    n_heads: Count
+    n_blocks: Count
+    n_shared: int = Field(0, ge=0, le=2**24)
+    top_k: Count
     coverage: Literal["full", "routed"] = "routed"
     attention: Attention = "softmax"  # of the routed blocks
-    d_ff: PositiveInt | None = None  # dense FFN inside a block ...
+    d_ff: Count | None = None  # dense FFN inside a block ...
     rank1: Rank1FFN | None = None  # ... or a rank-1 mixture
     router: Literal["linear", "none"] = "linear"  # none: uniform composition, all active
     weights_over: Literal["selected", "all"] = "selected"
@@ -130,9 +132,9 @@ class ModelConfig(Frozen):
     """A decoder-only language model with tied embeddings: `n_layers` equal layers, or with
     `anchor` layers (full width) at the indices in `anchor_at` (Table 9, split_mid6)."""
 
-    vocab_size: PositiveInt
-    d_model: PositiveInt
-    n_layers: PositiveInt
+    vocab_size: Count
+    d_model: Count
+    n_layers: int = Field(gt=0, le=1000)
     layer: Layer
     anchor: Layer | None = None
     anchor_at: tuple[int, ...] = ()

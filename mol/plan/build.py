@@ -7,7 +7,7 @@ import pydantic
 import yaml
 from pydantic import Field
 
-from mol.base import Frozen, UserError, one_line
+from mol.base import FileName, Frozen, UserError, one_line, reason_of
 from mol.data.config import Corpus, Source
 from mol.model.config import ModelConfig
 from mol.plan.experiments import PAPER, load_experiments
@@ -24,7 +24,7 @@ class Config(Frozen):
 
     scale: ScaleName = "smoke"
     sources: dict[Corpus, Source] = {}
-    truthfulqa: str | None = None  # a local file of the hub's multiple_choice items
+    truthfulqa: FileName | None = None  # a local file of the hub's multiple_choice items
     tracking: bool = True  # mirror the records into MLflow
 
 
@@ -39,6 +39,31 @@ class Planned(Frozen):
         return self.spec.run_id
 
 
+class _PlainYaml(yaml.SafeLoader):
+    """Refuses aliases, by which few lines spell terabytes, and keys that stand twice."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are refused; write the value out")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node, deep=False):
+        keys = [key.value for key, _ in node.value]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise yaml.YAMLError(f"key {twice[0]!r} stands twice; leave one")
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(path: Path) -> Any:
+    """The value in a YAML file. Raises UserError naming the file."""
+    try:
+        return yaml.load(Path(path).read_text("utf-8"), _PlainYaml)
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply; write it flat") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: {reason_of(error)}") from None
+
+
 def read_config(source: Path | dict[str, Any]) -> Config:
     """Check a configuration file, or the mapping that Snakemake read from it.
 
@@ -46,10 +71,8 @@ def read_config(source: Path | dict[str, Any]) -> Config:
     """
     name = str(source) if isinstance(source, Path) else "config"
     try:
-        raw = yaml.safe_load(source.read_text("utf-8")) if isinstance(source, Path) else source
-        return Config.model_validate(raw or {})
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{name}: {' '.join(str(error).split())}") from None
+        raw = _read_yaml(source) if isinstance(source, Path) else source
+        return Config.model_validate({} if raw is None else raw)
     except pydantic.ValidationError as error:
         raise one_line(error, name) from None
 

@@ -44,6 +44,7 @@ GROUPS: dict[Group, tuple[str, ...]] = {  # "!" takes files out again
                 "cost",
                 "counted",
                 "crossover",
+                "effects",
                 "judge",
                 "number",
                 "readings",

@@ -2,30 +2,32 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from mol.base import Frozen, digest
+from mol.base import Frozen, Size, Slug, digest
 from mol.bench.config import Bench
 from mol.data.config import DataSpec
 from mol.model.config import ModelConfig
 
+Share = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 ScaleName = Literal["smoke", "proxy", "paper"]
 
 
 class OptimSpec(Frozen):
     """AdamW with warm-up and cosine decay (4.2)."""
 
-    steps: PositiveInt
-    batch_size: PositiveInt  # sequences a step
+    steps: Size
+    batch_size: Size  # sequences a step
     lr: PositiveFloat
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
-    warmup_steps: int = Field(ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    warmup_steps: int = Field(ge=0, le=2**40)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     weight_decay: NonNegativeFloat = 0.01
     clip: PositiveFloat = 1.0
     balance_alpha: NonNegativeFloat = 0.05
     pad_targets: Literal["counted", "masked"] = "counted"
-    accumulate: PositiveInt = 1  # micro-batches a step
+    accumulate: Size = 1  # micro-batches a step
     checkpoint_activations: bool = False
 
     @model_validator(mode="after")
@@ -40,9 +42,9 @@ class OptimSpec(Frozen):
 class EvalSpec(Frozen):
     """When and on how much text a run is evaluated."""
 
-    every: PositiveInt  # steps between points of the validation curve
-    curve_sequences: PositiveInt  # validation sequences of a curve point
-    final_sequences: PositiveInt | None = None  # at the end, each split; None: all
+    every: Size  # steps between points of the validation curve
+    curve_sequences: Size  # validation sequences of a curve point
+    final_sequences: Size | None = None  # at the end, each split; None: all
 
 
 class TrainSpec(Frozen):
@@ -50,13 +52,13 @@ class TrainSpec(Frozen):
 
     kind: Literal["train"] = "train"
     scale: ScaleName
-    condition: str
+    condition: Slug
     model: ModelConfig
     data: DataSpec
-    seq_len: PositiveInt
+    seq_len: Size
     optim: OptimSpec
     evaluation: EvalSpec
-    seed: int = Field(ge=0)
+    seed: Seed
     precision: Literal["fp32", "bf16"] = "fp32"
 
     @model_validator(mode="after")
@@ -78,12 +80,12 @@ class ZeroShotSpec(Frozen):
 
     kind: Literal["zeroshot"] = "zeroshot"
     scale: ScaleName
-    condition: str
-    train_run: str  # run_id of the model
+    condition: Slug
+    train_run: Slug  # run_id of the model
     tasks: tuple[str, ...]
-    limit: PositiveInt | None = None  # items a task; None: all
-    max_length: PositiveInt = 2048
-    seed: int = Field(ge=0)
+    limit: Size | None = None  # items a task; None: all
+    max_length: Size = 2048
+    seed: Seed
 
     @property
     def run_id(self) -> str:
@@ -95,9 +97,9 @@ class BenchSpec(Frozen):
 
     kind: Literal["bench"] = "bench"
     scale: ScaleName
-    condition: str  # name of the benchmark
+    condition: Slug  # name of the benchmark
     bench: Bench
-    seed: int = 0
+    seed: Seed = 0
 
     @property
     def run_id(self) -> str:
