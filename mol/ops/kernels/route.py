@@ -92,46 +92,51 @@ def _route_backward(
     WIDTH: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr, OVER_SELECTED: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Of CHUNK columns: the gradient of every P-th tile of x, and their share of the router's."""
+    """Of CHUNK columns: the gradient of every P-th tile of x, and their share of the router's.
+
+    Scores are held by blocks, [PADDED, ROWS], so that no tall operand is transposed in registers:
+    Triton 3.4 to 3.7 computes such products wrongly on Hopper.
+    """
     part = tl.program_id(0)
-    block = tl.arange(0, PADDED)
+    block = tl.arange(0, PADDED)[:, None]
     known = block < BLOCKS
     column = (tl.program_id(1) * CHUNK + tl.arange(0, CHUNK))[None, :]
     within = column < WIDTH
-    at_router = block[:, None] * WIDTH + column
-    router_EC = tl.load(router + at_router, mask=known[:, None] & within, other=0.0)
+    at_router = block * WIDTH + column
+    router_EC = tl.load(router + at_router, mask=known & within, other=0.0)
     sums = tl.zeros([PADDED, CHUNK], dtype=tl.float32)
     for start in range(part * ROWS, tokens, tl.num_programs(0) * ROWS):
         token = (start + tl.arange(0, ROWS)).to(tl.int64)
         inside = token < tokens
-        at = token[:, None] * BLOCKS + block[None, :]
-        mask = inside[:, None] & known[None, :]
+        at = token[None, :] * BLOCKS + block
+        mask = inside[None, :] & known
         p = tl.load(probability + at, mask=mask, other=0.0)
         grad = tl.load(grad_probability + at, mask=mask, other=0.0)
-        to_chosen = tl.zeros([ROWS, PADDED], dtype=tl.float32)
-        taken = tl.zeros([ROWS, PADDED], dtype=tl.int1)
+        to_chosen = tl.zeros([PADDED, ROWS], dtype=tl.float32)
+        taken = tl.zeros([PADDED, ROWS], dtype=tl.int1)
         for slot in range(SLOTS):
             pair = token * SLOTS + slot
             named = tl.load(chosen + pair, mask=inside, other=-1).to(tl.int32)
-            hit = block[None, :] == named[:, None]
+            hit = block == named[None, :]
             taken = taken | hit
             to_weight = tl.load(grad_weights + pair, mask=inside, other=0.0)
-            to_chosen += tl.where(hit, to_weight[:, None], 0.0)
+            to_chosen += tl.where(hit, to_weight[None, :], 0.0)
         if OVER_SELECTED:  # w = p / s, s the sum over the chosen
-            s = tl.sum(tl.where(taken, p, 0.0), 1)
-            s = tl.where(inside, s, 1.0)[:, None]
-            shift = tl.sum(to_chosen * p, 1)[:, None] / s
+            s = tl.sum(tl.where(taken, p, 0.0), 0)
+            s = tl.where(inside, s, 1.0)[None, :]
+            shift = tl.sum(to_chosen * p, 0)[None, :] / s
             to_chosen = tl.where(taken, (to_chosen - shift) / s, 0.0)
         grad += to_chosen
-        grad = p * (grad - tl.sum(grad * p, 1)[:, None])
+        grad = p * (grad - tl.sum(grad * p, 0)[None, :])
         at_x = token[:, None] * WIDTH + column
         mask_x = inside[:, None] & within
         x_RC = tl.load(x + at_x, mask=mask_x, other=0.0)
-        grad_RC = _product(grad, router_EC, tl.zeros([ROWS, CHUNK], dtype=tl.float32))
+        sums = _product(grad, x_RC, sums)
+        grad_RC = tl.zeros([ROWS, CHUNK], dtype=tl.float32)
+        grad_RC = _product(tl.trans(grad), router_EC, grad_RC)
         tl.store(grad_x + at_x, grad_RC.to(grad_x.dtype.element_ty), mask=mask_x)
-        sums = _product(tl.trans(grad), x_RC, sums)
     at_part = part.to(tl.int64) * BLOCKS * WIDTH + at_router
-    tl.store(grad_router + at_part, sums, mask=known[:, None] & within)
+    tl.store(grad_router + at_part, sums, mask=known & within)
 
 
 @torch.library.custom_op("mol::route", mutates_args=())
