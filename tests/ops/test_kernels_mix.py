@@ -6,15 +6,10 @@ from kernel_cases import CASES, DEVICE, compare, route_plan
 
 pytest.importorskip("triton")
 
-from mol.model.delta import GatedDeltaNet
+from mol.ops import glue
 from mol.ops.gated_delta.naive import l2norm
-from mol.ops.kernels.mix import (
-    delta_inputs,
-    delta_inputs_reference,
-    gated_norm,
-    gated_norm_reference,
-)
-from mol.ops.short_conv import short_conv_reference
+from mol.ops.kernels.gated_norm import gated_norm
+from mol.ops.kernels.mix import delta_inputs
 
 pytestmark = pytest.mark.usefixtures("nan_memory")
 
@@ -30,40 +25,38 @@ def delta_operands(blocks, heads, width, plan):
     qkv, _, ab = projection(rows, channels, heads * width, 2 * heads)
     filters = torch.randn(blocks, channels, 4, dtype=torch.float64)
     decay_log, dt_bias = torch.randn(2, blocks, heads, dtype=torch.float64).unbind()
-    return [qkv, ab, filters, decay_log, dt_bias - 4], (plan.within_N, plan.offs_E)
+    return [qkv, ab, filters, decay_log, dt_bias - 4]
+
+
+def compare_inputs(case, dtype, weights):
+    *route, heads, width = case
+    plan = route_plan(*route)
+    dtypes = [dtype] * 2 + [weights] * 3
+
+    def kernel(*operands):
+        return delta_inputs(*operands, plan.within_N, plan.offs_E)
+
+    def plain(*operands):
+        (q, k, *rest), unit = glue.delta_inputs(*operands, plan)
+        assert not unit
+        return l2norm(q), l2norm(k), *rest
+
+    found = compare(kernel, plain, delta_operands(route[2], heads, width, plan), dtypes)
+    assert [t.dtype for t in found] == [dtype] * 3 + [torch.float32] * 2 + dtypes
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_delta_inputs(case):
-    *route, heads, width = case
-    plan = route_plan(*route)
-    inputs, rest = delta_operands(route[2], heads, width, plan)
-    found = compare(delta_inputs, delta_inputs_reference, inputs, [torch.float32] * 5, *rest)
-    assert [t.dtype for t in found[:5]] == [torch.float32] * 5
+    compare_inputs(case, torch.float32, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("weights", [torch.float32, None], ids=["fp32 weights", "all narrow"])
+@pytest.mark.parametrize(
+    "dtype, weights",
+    [(torch.bfloat16, torch.float32), (torch.float16, torch.float16)],
+    ids=str,
+)
 def test_delta_inputs_in_low_precision(dtype, weights):
-    plan = route_plan(2, 10, 4, 2)
-    inputs, rest = delta_operands(4, 2, 16, plan)
-    dtypes = [dtype] * 2 + [weights or dtype] * 3
-    found = compare(delta_inputs, delta_inputs_reference, inputs, dtypes, *rest)
-    kept = [dtype] * 3 + [torch.float32] * 2
-    assert [t.dtype for t in found] == kept + dtypes
-
-
-def test_delta_inputs_reference_is_the_model_own_path():
-    """Convolution by conv1d a segment, rates by the layer."""
-    plan = route_plan(2, 11, 3, 2)
-    (qkv, ab, filters, decay_log, dt_bias), rest = delta_operands(3, 2, 8, plan)
-    q, k, v, g, beta = delta_inputs_reference(qkv, ab, filters, decay_log, dt_bias, *rest)
-    layer = GatedDeltaNet(16, 2, stack=3).double()
-    layer.decay_log.data, layer.dt_bias.data = decay_log, dt_bias
-    mixed = torch.nn.functional.silu(short_conv_reference(qkv, filters, plan))
-    wanted = mixed.view(-1, 3, 2, 8).unbind(1)
-    torch.testing.assert_close((l2norm(wanted[0]), l2norm(wanted[1]), wanted[2]), (q, k, v))
-    torch.testing.assert_close(layer._rates(*ab.split(2, -1), plan), (g, beta))
+    compare_inputs((2, 8, 3, 2, 1, 16), dtype, weights)
 
 
 def test_small_rates_keep_their_precision():
@@ -80,34 +73,45 @@ def test_small_rates_keep_their_precision():
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_gated_norm(case):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gated_norm(case, dtype):
     *route, heads, width = case
     plan = route_plan(*route)
     rows = plan.order_N.numel()
     _, gate, _ = projection(rows, 3 * heads * width, heads * width, 2 * heads)
-    o = torch.randn(rows, heads, width, dtype=torch.float64)
+    o = torch.randn(rows, heads, width, dtype=torch.float64) / 100  # so small that eps counts
     norm = torch.randn(route[2], width, dtype=torch.float64)
-    compare(gated_norm, gated_norm_reference, [o, gate, norm], [torch.float32] * 3, plan.offs_E)
-    mixed = [torch.bfloat16, torch.bfloat16, torch.float32]
-    compare(gated_norm, gated_norm_reference, [o, gate, norm], mixed, plan.offs_E, 1e-2)
+    dtypes = [dtype, dtype, torch.float32]
+    found = compare(
+        lambda *operands: gated_norm(*operands, plan.offs_E),
+        lambda *operands: glue.gated_norm(*operands, plan),
+        [o, gate, norm],
+        dtypes,
+    )
+    assert [t.dtype for t in found] == [dtype, *dtypes]
 
 
-def test_gated_norm_reference_is_the_model_own_path():
-    plan = route_plan(2, 11, 3, 2)
-    layer = GatedDeltaNet(16, 2, stack=3).double()
-    layer.norm.data = torch.randn(3, 8, dtype=torch.float64)
-    layer.out.data = torch.eye(16, dtype=torch.float64).repeat(3, 1, 1)
-    o, gate = torch.randn(44, 2, 8, dtype=torch.float64), torch.randn(44, 16, dtype=torch.float64)
-    wanted = layer._finish(o, gate, plan)
-    torch.testing.assert_close(gated_norm_reference(o, gate, layer.norm, plan.offs_E), wanted)
+def test_no_rows():
+    empty = torch.zeros(0, 26, device=DEVICE, requires_grad=True)
+    qkv, ab = empty.split([24, 2], -1)
+    filters = torch.ones(2, 24, 4, device=DEVICE, requires_grad=True)
+    rate = torch.ones(2, 1, device=DEVICE)
+    offs = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    rows = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    q, *_ = delta_inputs(qkv, ab, filters, rate, rate, rows, offs)
+    y = gated_norm(q, qkv[:, :8], torch.ones(2, 8, device=DEVICE), offs)
+    y.sum().backward()
+    assert y.shape == (0, 8) and filters.grad.abs().max() == 0
 
 
 def test_compilers_know_the_shapes_and_gradients():
     plan = route_plan(1, 5, 2, 1)
-    inputs, rest = delta_operands(2, 1, 8, plan)
-    inputs = [t.float().to(DEVICE).contiguous().requires_grad_() for t in inputs]
+    inputs = [
+        t.float().to(DEVICE).contiguous().requires_grad_() for t in delta_operands(2, 1, 8, plan)
+    ]
     checks = "test_schema", "test_faketensor", "test_autograd_registration"
-    torch.library.opcheck(delta_inputs, (*inputs, *rest), test_utils=checks)
+    arguments = (*inputs, plan.within_N, plan.offs_E)
+    torch.library.opcheck(delta_inputs, arguments, test_utils=checks)
     gate = torch.randn(5, 8, device=DEVICE, requires_grad=True)
     o = gate.detach().view(5, 1, 8).clone().requires_grad_()
     norm = torch.randn(2, 8, device=DEVICE, requires_grad=True)

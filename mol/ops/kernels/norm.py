@@ -7,38 +7,13 @@ Shape suffixes: N packed rows, E blocks (1 for a full-width layer), M width.
 """
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mol.ops.gated_delta.naive import compute_dtype
 from mol.ops.kernels.shares import block_share, count_parts
 
 ELEMENTS = 2048  # of a tile, 16 a thread
-
-
-def add_norm_reference(
-    h_NM: Tensor,
-    a_NM: Tensor,
-    bias_EM: Tensor | None,
-    weight_EM: Tensor,
-    offs_E: Tensor,
-    eps: float = 1e-5,
-) -> tuple[Tensor, Tensor]:
-    """`add_norm` in PyTorch."""
-    dtype, width = compute_dtype(h_NM), h_NM.shape[1:]
-    row_N = torch.arange(h_NM.shape[0], device=h_NM.device)
-    block_N = torch.searchsorted(offs_E.long(), row_N, right=True)
-    if bias_EM is not None:
-        a_NM = (a_NM.to(dtype) + bias_EM.to(dtype)[block_N]).to(a_NM.dtype)
-    normed_NM = F.rms_norm(h_NM.to(dtype) + a_NM.to(dtype), width, eps=eps)
-    return a_NM, (normed_NM * weight_EM.to(dtype)[block_N]).to(h_NM.dtype)
-
-
-def norm_reference(h_NM: Tensor, weight_EM: Tensor, offs_E: Tensor, eps: float = 1e-5) -> Tensor:
-    """`norm` in PyTorch."""
-    return add_norm_reference(h_NM, torch.zeros_like(h_NM), None, weight_EM, offs_E, eps)[1]
 
 
 @triton.jit(do_not_specialize=["parts"])

@@ -12,33 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mol.ops.gated_delta.naive import compute_dtype
 from mol.ops.kernels.shares import block_share, count_parts, row_strided
 
 ELEMENTS = 512  # of a tile of half a head, two of them for each of q, k and v
-
-
-def bias_rope_reference(
-    qkv_NP: Tensor,
-    bias_EP: Tensor,
-    cos_TR: Tensor,
-    sin_TR: Tensor,
-    time_N: Tensor,
-    offs_E: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`bias_rope` in PyTorch."""
-    dtype, n_rows = compute_dtype(qkv_NP), qkv_NP.shape[0]
-    row_N = torch.arange(n_rows, device=qkv_NP.device)
-    block_N = torch.searchsorted(offs_E.long(), row_N, right=True)
-    shifted_NP = qkv_NP.to(dtype) + bias_EP.to(dtype)[block_N]
-    heads = shifted_NP.shape[1] // (6 * cos_TR.shape[1])
-    cos, sin = (t.to(dtype)[time_N][:, None] for t in (cos_TR, sin_TR))
-    q, k, v = shifted_NP.view(n_rows, 3, heads, -1).unbind(1)
-    rotated = []
-    for x_NHd in (q, k):
-        a, b = x_NHd.chunk(2, -1)
-        rotated.append(torch.cat([a * cos - b * sin, a * sin + b * cos], -1))
-    return tuple(t.to(qkv_NP.dtype) for t in (*rotated, v))
 
 
 @triton.jit
@@ -49,8 +25,8 @@ def _table(table, time, plane, mask, PLANES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["parts"])
 def _forward(
-    qkv, bias, cos, sin, time, offs, q, k, v, qkv_stride, parts, HEADS: tl.constexpr,
-    PLANES: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    qkv, bias, cos, sin, time, offs, q, k, v, parts, STRIDE: tl.constexpr,
+    HEADS: tl.constexpr, PLANES: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One head of q, k and v, so that the tables are read once for two rotations."""
     WIDTH: tl.constexpr = 2 * PLANES
@@ -69,7 +45,7 @@ def _forward(
         when = tl.load(time + row, mask=alive, other=0)
         c = _table(cos, when, plane, mask, PLANES)
         s = _table(sin, when, plane, mask, PLANES)
-        at = qkv + row[:, None] * qkv_stride + column[None, :]
+        at = qkv + row[:, None] * STRIDE + column[None, :]
         to = row[:, None] * (HEADS * WIDTH) + column[None, :]
         for which in tl.static_range(3):
             part = which * (HEADS * WIDTH)
@@ -159,8 +135,8 @@ def bias_rope(
     qkv_NP = row_strided(qkv_NP)
     parts = count_parts(n_rows, bias_EP.shape[0], sizes["ROWS"], sizes["HEADS"])
     _forward[(bias_EP.shape[0] * parts * sizes["HEADS"],)](
-        qkv_NP, bias_EP.contiguous(), cos_TR, sin_TR, time_N, offs_E, q, k, v, qkv_NP.stride(0),
-        parts, **sizes,
+        qkv_NP, bias_EP.contiguous(), cos_TR, sin_TR, time_N, offs_E, q, k, v, parts,
+        STRIDE=qkv_NP.stride(0), **sizes,
     )  # fmt: skip
     return q, k, v
 
