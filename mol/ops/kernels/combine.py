@@ -100,8 +100,9 @@ def combine(
     stays fp32 beside bf16 blocks. `order_N` belongs to the plan's pair of permutations; a pass
     over tokens needs the inverse alone.
     """
-    tokens = next(t.shape[0] for t in (weights_Xk, base_XD, shared_XD) if t is not None)
-    slots = inverse_N.shape[0] // tokens
+    of_tokens = [t for t in (weights_Xk, base_XD, shared_XD) if t is not None]
+    assert of_tokens, "nothing tells the number of tokens"
+    slots = inverse_N.shape[0] // of_tokens[0].shape[0]
     return _combine(y_ND, inverse_N, weights_Xk, base_XD, shared_XD, shared_scale, scale, slots)
 
 
