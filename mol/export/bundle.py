@@ -6,6 +6,7 @@ to match. Nothing is written twice by hand: what an export runs is the code that
 """
 
 import ast
+import functools
 import hashlib
 import sys
 from pathlib import Path
@@ -140,15 +141,16 @@ def _rewritten(module: str, source: str) -> str:
     return "\n".join([f"# From {origin} by `mol export`; change it there.", *lines]) + "\n"
 
 
+@functools.cache
 def flat_sources() -> dict[str, str]:
     """File name -> content. Operators that the kernels register get a namespace of their own, so
     that exports of several versions, and `mol` itself, can be loaded side by side."""
-    files = {}
-    for module, names in closure().items():
+    files, modules = {}, closure()
+    for module, names in modules.items():
         source = _path(module).read_text("utf-8")
         source = _reduced(source, names) if module in REDUCED else source
         files[f"{flat_name(module)}.py"] = _rewritten(module, source)
-    assert len(files) == len(closure()), "two modules have one flat name"
+    assert len(files) == len(modules), "two modules have one flat name"
     state = hashlib.sha256("".join(files[name] for name in sorted(files)).encode())
     space = f"mol_{state.hexdigest()[:8]}"
     return {

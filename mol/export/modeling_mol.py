@@ -159,6 +159,7 @@ class MoLForCausalLM(PreTrainedModel, GenerationMixin):
     def _read(self, ids_BT: Tensor, mask_BT, cache, states: list | None) -> Tensor:
         """Hidden states [B, T, D] of texts from their beginning; fills an empty `cache`."""
         n_rows, length = ids_BT.shape
+        self.model.checkpoint_activations = self.gradient_checkpointing and self.training
         column_T = torch.arange(length, device=ids_BT.device)
         extent = real_columns(mask_BT, ids_BT)
         if extent is None:
