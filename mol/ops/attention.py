@@ -135,9 +135,9 @@ def step_in_cache(
     Untraced, as a compiler would have to prove that the caches can be written in place.
     """
     if q_NHd.is_cuda and q_NHd.dtype != torch.float64:
-        from mol.ops import decode_kernels
+        from mol.ops.kernels import few_rows
 
-        return decode_kernels.step_in_cache(
+        return few_rows.step_in_cache(
             q_NHd, k_NHd, v_NHd, keys_SHLd, values_SHLd, segment_N, used_S
         )
     return step_in_cache_reference(

@@ -43,7 +43,7 @@ def grouped_mm(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor, equal: bool = False)
     if x_NK.dtype not in ((torch.bfloat16,) if cuda else (torch.bfloat16, torch.float32)):
         return grouped_mm_reference(x_NK, w_EKM, offs_E)
     if cuda and x_NK.shape[0] <= FEW_ROWS and not torch.is_grad_enabled():
-        from mol.ops.decode_kernels import few_rows_mm
+        from mol.ops.kernels.few_rows import few_rows_mm
 
         return few_rows_mm(x_NK, w_EKM, offs_E)
     multiple = 16 // x_NK.element_size()
