@@ -1,6 +1,7 @@
 """A language model of this suite as lm-eval's `LM`: the harness's requests, the suite's scoring."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,28 @@ from tokenizers import Tokenizer
 
 from mol.base import UserError
 from mol.evaluate.scoring import Score, Scorer
+
+
+def cuts_lines(tokenizer: Tokenizer) -> bool:
+    """Whether it encodes a text as it encodes the text's `line_pieces`: byte-level BPE does, whose
+    words may begin with white space but never hold or end with any."""
+    whole = json.loads(tokenizer.to_str())
+    words = whole["pre_tokenizer"] or {}
+    plain = (
+        words.get("type") == "ByteLevel" and words["use_regex"] and not words["add_prefix_space"]
+    )
+    return plain and whole["normalizer"] is None
+
+
+def line_pieces(text: str) -> list[str]:
+    """The text cut before each newline that follows something else than white space."""
+    pieces = [""]
+    for place, line in enumerate(text.split("\n")):
+        if place and pieces[-1][-1:].strip():
+            pieces.append("\n" + line)
+        else:
+            pieces[-1] += "\n" * bool(place) + line
+    return pieces
 
 
 class Scores(Protocol):
@@ -36,7 +59,8 @@ class HarnessModel(TemplateLM):
         self.scorer = scorer
         self.tokenizer = tokenizer
         self._prefix_token = prefix_token
-        self._encoded: dict[str, list[int]] = {}
+        self._cuts_lines = cuts_lines(tokenizer)
+        self._encoded: dict[str, list[int]] = {}  # pieces of the requests at hand
 
     @property
     def max_length(self) -> int:
@@ -53,26 +77,32 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        known = self._encoded.get(string)
-        return known if known is not None else self._encode([string])[0]
+        pieces = self._pieces(string)
+        self._learn(pieces)
+        return [token for piece in pieces for token in self._encoded[piece]]
 
-    def _encode(self, strings: Sequence[str]) -> list[list[int]]:
-        encodings = self.tokenizer.encode_batch(strings, add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+    def _pieces(self, string: str) -> list[str]:
+        return line_pieces(string) if self._cuts_lines else [string]
+
+    def _learn(self, pieces: Iterable[str]) -> None:
+        new = [piece for piece in dict.fromkeys(pieces) if piece not in self._encoded]
+        if new:
+            encodings = self.tokenizer.encode_batch(new, add_special_tokens=False)
+            self._encoded |= zip(new, (encoding.ids for encoding in encodings), strict=True)
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """(log-probability in nats, greedy decoding would give it) of each continuation.
 
-        How a pair is cut into tokens is lm-eval's own code; here its strings are only encoded
-        beforehand, each once and in one batch.
+        How a pair is cut into tokens is lm-eval's own code; here the lines of its strings are only
+        encoded beforehand, each once and in one batch: the examples of a 5-shot prompt recur.
         """
-        texts: dict[str, None] = {}
+        pieces: dict[str, None] = {}
         for context, continuation in (request.args for request in requests):
-            texts[context + continuation] = None
-            texts[context.rstrip()] = None
-        self._encoded = dict(zip(texts, self._encode(list(texts)), strict=True))
+            for text in (context + continuation, context.rstrip()):
+                pieces.update(dict.fromkeys(self._pieces(text)))
+        self._learn(pieces)
         try:
             return super().loglikelihood(requests, disable_tqdm=True)
         finally:

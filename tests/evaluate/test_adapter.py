@@ -9,7 +9,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from small_models import SMALL
-from tokenizers import ByteLevelBPETokenizer, Tokenizer
+from tokenizers import ByteLevelBPETokenizer, Tokenizer, normalizers
 from transformers import (
     DynamicCache,
     GPT2Config,
@@ -21,7 +21,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 from mol.base import UserError
-from mol.evaluate.adapter import HarnessModel
+from mol.evaluate.adapter import HarnessModel, cuts_lines, line_pieces
 from mol.evaluate.scoring import Scorer, cost
 from mol.model.transformer import LanguageModel
 
@@ -208,6 +208,22 @@ def test_batches_of_branches_keep_to_both_limits(gpt2):
     assert any(rows > 4 for rows, *_ in seen), "two contexts share a batch"
     alone = Scorer(Gpt2Forward(gpt2), max_length=32).score(pairs)
     assert [value for value, _ in found] == pytest.approx([v for v, _ in alone], abs=1e-4)
+
+
+def test_lines_are_encoded_as_the_whole_text_is(gpt2, tokenizer):
+    rng = random.Random(9)
+    marks = ["\n", " ", "\n\n", "a", "\t", "the", "?", "\u00a0", "é", "\x1d", "42", "\r\n", "'s"]
+    texts = ["".join(rng.choices(marks, k=rng.randint(0, 30))) for _ in range(500)]
+    model = ours(gpt2, tokenizer)
+    assert cuts_lines(tokenizer) and any(len(line_pieces(text)) > 3 for text in texts)
+    for text in texts:
+        assert "".join(line_pieces(text)) == text
+        assert model.tok_encode(text) == tokenizer.encode(text, add_special_tokens=False).ids
+    changed = Tokenizer.from_str(tokenizer.to_str())
+    changed.normalizer = normalizers.Strip()  # sees the ends of a text, so cuts would show
+    assert not cuts_lines(changed)
+    text = "the fox \n jumps"
+    assert ours(gpt2, changed).tok_encode(text) == changed.encode(text).ids
 
 
 def test_greedy_flag_is_true_for_the_greedy_continuation(gpt2, tokenizer, stock):
