@@ -1,0 +1,243 @@
+"""The gated delta rule over packed segments in three kernels, in chunks of C = 64 rows.
+
+With q and k of unit length, g the log decay and G its sum since the chunk began, a chunk that
+starts from the state S (d x e) computes
+
+    A  = tril(diag(beta) K K^T * exp(G_i - G_j), -1),     T = (I + A)^-1
+    W  = T diag(beta exp(G)) K,     U = T diag(beta) V
+    V' = U - W S
+    O  = d^-0.5 (diag(exp(G)) Q S + tril(Q K^T * exp(G_i - G_j)) V')
+    S <- exp(G_C) S + K^T diag(exp(G_C - G)) V'
+
+`_solve` finds T, W and U of all chunks at once, `_states` carries S through each segment and
+replaces U by V', `_outputs` makes O of all chunks at once. Writing S to memory (as many bytes as
+v) and leaving O to a kernel of its own keeps the chain over a segment's chunks at two products a
+chunk, so one long segment among many delays little; it is also what the backward pass needs.
+
+A row and head moves, in units of one vector of 64 values: 4 in `_solve` (k, v; w, u), 5 in
+`_states` (w, u, k; v', S) and 5 in `_outputs` (q, k, v', S; o).
+
+A segment's chunks take the slots from start // 64 + segment on. The next segment starts at or
+beyond the slot after its last, so N // 64 + S slots hold any lengths, no table is built, and the
+host reads nothing; programs of the slots between exit at once.
+
+Shape suffixes: N packed rows, S segments, H heads, d key width, e value width, M chunk slots,
+C rows of a chunk.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mol.ops.gated_delta.naive import compute_dtype
+from mol.ops.kernels.delta_solve import find_chunk, load_rows, load_sums, solve, store_rows
+
+CHUNK = 64
+SEARCHED = 1024  # segments looked at together
+PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
+SHARED_BYTES = 96 * 1024  # for prefetched rows, so that two programs fit one multiprocessor
+
+
+@triton.jit
+def state_at(slot, head, first, D: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr,
+             D_WIDE: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """Offsets and mask of columns from `first` on in one state of [M or S, H, d, e]."""
+    i, j = tl.arange(0, D_WIDE)[:, None], first + tl.arange(0, COLUMNS)[None, :]
+    return ((slot * HEADS + head) * D + i) * E + j, (i < D) & (j < E)
+
+
+@triton.jit
+def _states(
+    k, w, u, decay, cu_seqlens, initial, states, final,
+    HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_WIDE: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    WANTS_FINAL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Columns of one segment's and head's state through its chunks; U becomes V' in place."""
+    first = tl.program_id(0) % tl.cdiv(E, COLUMNS) * COLUMNS
+    head = tl.program_id(0) // tl.cdiv(E, COLUMNS) % HEADS
+    segment = tl.program_id(0) // (tl.cdiv(E, COLUMNS) * HEADS)
+    start = tl.load(cu_seqlens + segment).to(tl.int64)
+    end = tl.load(cu_seqlens + segment + 1).to(tl.int64)
+    slot = start // 64 + segment
+    at, mask = state_at(segment.to(tl.int64), head, first, D, E, HEADS, D_WIDE, COLUMNS)
+    if HAS_INITIAL:
+        state = tl.load(initial + at, mask, other=0.0).to(tl.float32)
+    else:
+        state = tl.zeros([D_WIDE, COLUMNS], tl.float32)
+    for chunk in tl.range(0, tl.cdiv(end - start, 64), num_stages=STAGES):
+        row = start + chunk * 64
+        chunk_at, _ = state_at(slot + chunk, head, first, D, E, HEADS, D_WIDE, COLUMNS)
+        narrow = state.to(states.dtype.element_ty)
+        tl.store(states + chunk_at, narrow, mask)
+        w_c = load_rows(w, row, end, head, HEADS, D, 64, D_WIDE)
+        k_c = load_rows(k, row, end, head, HEADS, D, 64, D_WIDE)
+        u_c = load_rows(u, row, end, head, HEADS, E, 64, COLUMNS, first)
+        sums, last = load_sums(decay, row, end, head, HEADS)
+        new = u_c.to(tl.float32) - tl.dot(w_c, narrow, input_precision=PRECISION)
+        store_rows(u, new, row, end, head, HEADS, E, 64, COLUMNS, first)
+        grown = (new * tl.exp(last - sums)[:, None]).to(k_c.dtype)
+        state = state * tl.exp(last) + tl.dot(tl.trans(k_c), grown, input_precision=PRECISION)
+    if WANTS_FINAL:
+        tl.store(final + at, state, mask)
+
+
+@triton.jit(do_not_specialize=["segments"])
+def _outputs(
+    q, k, v_new, decay, states, cu_seqlens, o, scale, segments,
+    HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_WIDE: tl.constexpr,
+    E_WIDE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """O of one chunk of one head."""
+    head, slot = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
+    row, end = find_chunk(cu_seqlens, slot, segments, SEGMENTS)
+    if row >= end:
+        return
+    q_c = load_rows(q, row, end, head, HEADS, D, 64, D_WIDE)
+    k_c = load_rows(k, row, end, head, HEADS, D, 64, D_WIDE)
+    v_c = load_rows(v_new, row, end, head, HEADS, E, 64, E_WIDE)
+    sums, _ = load_sums(decay, row, end, head, HEADS)
+    at, mask = state_at(slot.to(tl.int64), head, 0, D, E, HEADS, D_WIDE, E_WIDE)
+    state = tl.load(states + at, mask, other=0.0)
+    result = tl.dot(q_c, state, input_precision=PRECISION) * tl.exp(sums)[:, None]
+    past = tl.arange(0, 64)[:, None] >= tl.arange(0, 64)[None, :]
+    # Masked before exp: above the diagonal the ratio can overflow.
+    ratio = tl.exp(tl.where(past, sums[:, None] - sums[None, :], -float("inf")))
+    scores = tl.dot(q_c, tl.trans(k_c), input_precision=PRECISION) * ratio
+    result += tl.dot(scores.to(v_c.dtype), v_c, input_precision=PRECISION)
+    store_rows(o, result * scale, row, end, head, HEADS, E, 64, E_WIDE)
+
+
+def shapes(k_NHd: Tensor, v_NHe: Tensor, cu_seqlens: Tensor) -> dict:
+    """Constants of the kernels: widths, the next powers of two that a product takes, and how many
+    segments are searched at a time."""
+    (heads, width), value_width = k_NHd.shape[1:], v_NHe.shape[-1]
+    assert max(width, value_width) <= 128, "one program holds a whole state"
+    return {
+        "HEADS": heads,
+        "D": width,
+        "E": value_width,
+        "D_WIDE": max(16, triton.next_power_of_2(width)),
+        "E_WIDE": max(16, triton.next_power_of_2(value_width)),
+        "SEGMENTS": min(SEARCHED, triton.next_power_of_2(cu_seqlens.numel() - 1)),
+        # T of 16-bit inputs is rounded to 16 bits in the end: TF32 on the way changes no result by
+        # more than that rounding does, at half the instructions.
+        "PRECISION": "tf32x3" if k_NHd.dtype == torch.float32 else "tf32",
+    }
+
+
+def _buffers(
+    q: Tensor, v: Tensor, cu_seqlens: Tensor, final_state: bool, train: bool
+) -> tuple[Tensor, ...]:
+    (rows, heads, width), value_width = q.shape, v.shape[-1]
+    segments = cu_seqlens.shape[0] - 1
+    state = heads, width, value_width
+    return (
+        torch.empty_like(v, memory_format=torch.contiguous_format),
+        v.new_empty((segments, *state) if final_state else (0,), dtype=torch.float32),
+        v.new_empty(rows, heads, dtype=torch.float32),
+        v.new_empty((rows, heads, CHUNK) if train else (0,)),
+        torch.empty_like(v, memory_format=torch.contiguous_format),
+        v.new_empty(rows // CHUNK + segments, *state),
+    )
+
+
+@torch.library.custom_op("mol::delta_rule", mutates_args=())
+def delta_rule_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor,
+    initial: Tensor | None,
+    final_state: bool,
+    train: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o and the last states, and what the backward pass reads: G, T, V' and the states before
+    each chunk. Not asked for, the last states and T are empty tensors."""
+    q, k, v, g, beta = (t.contiguous() for t in (q, k, v, g, beta))
+    o, final, decay, t, v_new, states = _buffers(q, v, cu_seqlens, final_state, train)
+    w = torch.empty_like(k)
+    segments, heads, slots = cu_seqlens.numel() - 1, q.shape[1], states.shape[0]
+    sizes = shapes(k, v, cu_seqlens)
+    # A tile of T is two instructions of the tensor cores wide and one high, so two warps share it;
+    # rows of more than 128 bytes need the registers of more.
+    row_bytes = max(sizes["D_WIDE"], sizes["E_WIDE"]) * k.element_size()
+    warps = 2 if row_bytes <= 128 else 4 if row_bytes <= 256 else 8
+    solve[(slots * heads,)](
+        k, v, g, beta, cu_seqlens, decay, t, w, v_new, segments,
+        KEEP_T=train, num_warps=warps, **sizes,
+    )  # fmt: skip
+    sequential = {key: sizes[key] for key in ("HEADS", "D", "E", "D_WIDE", "PRECISION")}
+    # Halves of a state for few segments, so that every multiprocessor has a chain to follow.
+    columns = min(sizes["E_WIDE"], 32 if segments * heads < PROGRAMS else 64)
+    prefetched = CHUNK * (2 * sizes["D_WIDE"] + columns) * k.element_size()
+    _states[(segments * heads * triton.cdiv(sizes["E"], columns),)](
+        k, w, v_new, decay, cu_seqlens,
+        final if initial is None else initial.float().contiguous(), states, final,
+        COLUMNS=columns, HAS_INITIAL=initial is not None, WANTS_FINAL=final_state,
+        STAGES=max(1, min(3, SHARED_BYTES // prefetched)), num_warps=4, **sequential,
+    )  # fmt: skip
+    _outputs[(slots * heads,)](
+        q, k, v_new, decay, states, cu_seqlens, o, q.shape[-1] ** -0.5, segments,
+        num_warps=4, **sizes,
+    )  # fmt: skip
+    return o, final, decay, t, v_new, states
+
+
+@delta_rule_op.register_fake
+def _(q, k, v, g, beta, cu_seqlens, initial, final_state, train):
+    return _buffers(q, v, cu_seqlens, final_state, train)
+
+
+def delta_rule(
+    q_NHd: Tensor,
+    k_NHd: Tensor,
+    v_NHe: Tensor,
+    g_NH: Tensor,
+    beta_NH: Tensor,
+    cu_seqlens: Tensor,
+    state_SHde: Tensor | None = None,
+    final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Outputs [N, H, e] in v's dtype and, if asked, the last state of each segment in fp32.
+
+    As `mol.ops.gated_delta.gated_delta_rule` with q and k already of unit length and of v's dtype
+    (bf16, fp16 or fp32); d and e up to 128. `cu_seqlens` int32 [S + 1]; segments may be empty, and
+    rows past the last are neither read nor written.
+    """
+    inputs = q_NHd, k_NHd, v_NHe, g_NH, beta_NH
+    train = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (*inputs, state_SHde)
+    )
+    o, final, *_ = delta_rule_op(*inputs, cu_seqlens, state_SHde, final_state, train)
+    return o, final if final_state else None
+
+
+def delta_rule_reference(
+    q_NHd: Tensor,
+    k_NHd: Tensor,
+    v_NHe: Tensor,
+    g_NH: Tensor,
+    beta_NH: Tensor,
+    cu_seqlens: Tensor,
+    state_SHde: Tensor | None = None,
+    final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`delta_rule` in PyTorch, row after row."""
+    dtype, ends = compute_dtype(q_NHd), cu_seqlens.tolist()
+    q, k, v, g, beta = (t.to(dtype) for t in (q_NHd, k_NHd, v_NHe, g_NH, beta_NH))
+    q = q * q.shape[-1] ** -0.5
+    zero = v.new_zeros(*k.shape[1:], v.shape[-1])
+    outputs, states = [torch.zeros_like(v[:0])], []
+    for segment, (start, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+        state = zero if state_SHde is None else state_SHde[segment].to(dtype)
+        for n in range(start, end):
+            state = g[n].exp()[:, None, None] * state
+            u = beta[n][:, None] * (v[n] - torch.einsum("hde,hd->he", state, k[n]))
+            state = state + k[n][:, :, None] * u[:, None]
+            outputs.append(torch.einsum("hde,hd->he", state, q[n])[None])
+        states.append(state)
+    return torch.cat(outputs).to(v_NHe.dtype), torch.stack(states) if final_state else None

@@ -1,0 +1,133 @@
+"""Kernels of the gated delta rule against the recurrence in fp64: outputs, states, gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+triton = pytest.importorskip("triton")
+
+from mol.ops.kernels import delta  # noqa: E402
+from mol.ops.kernels.delta import CHUNK, delta_rule, delta_rule_op, delta_rule_reference  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# One rounding is 2^-8 of a value in the interpreter, which truncates bf16, and they add up.
+TOLERANCES = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2.5e-2}
+
+
+def inputs(lengths, heads=2, width=16, value_width=16, dtype=torch.float32, decay=1.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    rows = sum(lengths)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    q, k = (F.normalize(draw(rows, heads, width), dim=-1) for _ in range(2))
+    v = draw(rows, heads, value_width)
+    g, beta = -decay * draw(rows, heads).abs(), draw(rows, heads).sigmoid()
+    state = draw(len(lengths), heads, width, value_width)
+    cu_seqlens = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
+    wide = [t.float().to(DEVICE) for t in (g, beta, state)]
+    return [*(t.to(dtype).to(DEVICE) for t in (q, k, v)), *wide[:2]], cu_seqlens, wide[2]
+
+
+def error(found, expected):
+    scale = expected.norm()
+    return ((found.double() - expected).norm() / (scale if scale else 1)).item()
+
+
+def compare(tensors, cu_seqlens, state, tolerance):
+    found = delta_rule(*tensors, cu_seqlens, state, True)
+    plain = [t.double() for t in tensors]
+    state = None if state is None else state.double()
+    expected = delta_rule_reference(*plain, cu_seqlens, state, True)
+    for fast, exact in zip(found, expected, strict=True):
+        assert fast.shape == exact.shape
+        assert error(fast, exact) <= tolerance
+
+
+# The interpreter takes a third of a second for a chunk of one head.
+LENGTHS = [[0, 64, 1, 0, 65, 5, 0], [0, 0]]
+WIDTHS = [(24, 33), (65, 8)]
+if DEVICE == "cuda":
+    LENGTHS += [[1], [63], [0, 130], [128, 64], [3] * 20, [64] * 3, [1000, 3, 777]]
+    WIDTHS += [(16, 16), (8, 8), (32, 64), (64, 64), (128, 128), (20, 128), (128, 1)]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_lengths(lengths):
+    tensors, cu_seqlens, state = inputs(lengths)
+    compare(tensors, cu_seqlens, state, TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("width, value_width", WIDTHS)
+def test_widths(width, value_width, monkeypatch):
+    """And no initial state, and segments found in several rounds."""
+    monkeypatch.setattr(delta, "SEARCHED", 2)
+    tensors, cu_seqlens, _ = inputs([0, 2, 0, 0, 3, 66], 1, width, value_width)
+    compare(tensors, cu_seqlens, None, TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits(dtype):
+    tensors, cu_seqlens, state = inputs([70, 1], 1, 64, 64, dtype, 0.1)
+    compare(tensors, cu_seqlens, state, TOLERANCES[dtype])
+    output, final = delta_rule(*tensors, cu_seqlens, None, True)
+    assert output.dtype == dtype and final.dtype == torch.float32
+
+
+def test_the_worst_conditioned_systems():
+    """Identical keys. With beta = 1 and no decay T is bidiagonal, sums of many terms that cancel;
+    strong decay underflows, and its inverse would overflow."""
+    lengths = [66, 70, 30, 60, 40]
+    (q, k, v, g, beta), cu_seqlens, state = inputs(lengths, 1)
+    k = k[:1].expand_as(k).contiguous()
+    kind = torch.repeat_interleave(torch.tensor(lengths)).to(DEVICE)[:, None]
+    beta = torch.tensor([1.0, 0.9, 1e-6, 1.0, 0.5], device=DEVICE)[kind]
+    g = torch.tensor([0.0, 0.0, 0.0, -50.0, -0.01], device=DEVICE)[kind]
+    compare([q, k, v, g, beta], cu_seqlens, state, TOLERANCES[torch.float32])
+    g[::7] = -50  # beside rows that do not decay: differences of sums of 500 in fp32
+    compare([q, k, v, g, beta], cu_seqlens, state, 1e-4)
+
+
+def test_rows_past_the_end_and_memory_do_not_leak():
+    """New tensors start as NaN, and so do the rows behind the last segment."""
+    tensors, cu_seqlens, state = inputs([5, 0, 66], 1)
+    clean = delta_rule(*tensors, cu_seqlens, state, True)
+    longer = [torch.cat([t, torch.full_like(t[:9], torch.nan)]) for t in tensors]
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
+    try:
+        output, final = delta_rule(*longer, cu_seqlens, state, True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert output[71:].isnan().all()  # so memory was filled, and nothing was written there
+    assert torch.equal(output[:71], clean[0]) and torch.equal(final, clean[1])
+
+
+def test_a_chunk_has_a_slot_of_its_own():
+    """start // 64 + segment: within N // 64 + S, and in order, for any lengths."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        lengths = torch.randint(0, 200, (9,), generator=generator) * torch.randint(
+            0, 2, (9,), generator=generator
+        )
+        starts = (lengths.cumsum(0) - lengths).tolist()
+        slots = [
+            start // CHUNK + s + c
+            for s, (start, length) in enumerate(zip(starts, lengths.tolist(), strict=True))
+            for c in range(-(-length // CHUNK))
+        ]
+        assert all(a < b for a, b in zip(slots, slots[1:], strict=False))
+        assert not slots or slots[-1] < int(lengths.sum()) // CHUNK + 9
+
+
+def test_strided_inputs_and_registration():
+    tensors, cu_seqlens, state = inputs([3, 1])
+    whole = torch.stack(tensors[:3], 1).unbind(1)  # as a projection's parts: rows lie apart
+    assert torch.equal(
+        delta_rule(*whole, *tensors[3:], cu_seqlens)[0], delta_rule(*tensors, cu_seqlens)[0]
+    )
+    torch.library.opcheck(
+        delta_rule_op,
+        (*tensors, cu_seqlens, state, True, False),
+        test_utils=("test_schema", "test_faketensor"),
+    )
