@@ -49,3 +49,11 @@ def nan_memory():
     torch.use_deterministic_algorithms(True)  # fill_uninitialized_memory is on by default
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def long_programs(monkeypatch):
+    """As many tiles a program as there are, as with a thousand times the rows."""
+    from mol.ops.kernels import shares
+
+    monkeypatch.setattr(shares, "PROGRAMS", 1)

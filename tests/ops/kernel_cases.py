@@ -17,6 +17,7 @@ CASES = {
     "one block": (2, 19, 1, 1, 2, 32),
     "wide": (1, 45, 2, 1, 1, 128),
 }
+SEVERAL_TILES = (1, 80, 2, 1, 1, 128)  # of a block
 
 
 def route_plan(batch, length, blocks, slots):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import CASES, DEVICE, compare, route_plan
+from kernel_cases import CASES, DEVICE, SEVERAL_TILES, compare, route_plan
 
 pytest.importorskip("triton")
 
@@ -50,6 +50,11 @@ def test_delta_inputs(case):
     compare_inputs(case, torch.float32, torch.float32)
 
 
+def test_several_tiles_a_program(long_programs):
+    compare_inputs(SEVERAL_TILES, torch.float32, torch.float32)
+    compare_gated(SEVERAL_TILES, torch.float32)
+
+
 @pytest.mark.parametrize(
     "dtype, weights",
     [(torch.bfloat16, torch.float32), (torch.float16, torch.float16)],
@@ -60,7 +65,8 @@ def test_delta_inputs_in_low_precision(dtype, weights):
 
 
 def test_small_rates_keep_their_precision():
-    """softplus(-25) is 1e-11, far below one unit in the last place of 1."""
+    """softplus(-25) is 1e-11, far below one unit in the last place of 1. On a GPU e^x is 2^y with
+    y = 36 rounded to 2^-19, so not better than 2e-6."""
     ab = torch.full((3, 2), -25.0, device=DEVICE)
     ab[1] = 30.0
     qkv, filters = torch.ones(3, 24, device=DEVICE), torch.ones(1, 24, 4, device=DEVICE)
@@ -69,12 +75,16 @@ def test_small_rates_keep_their_precision():
     offs = torch.tensor([3], dtype=torch.int32, device=DEVICE)
     g = delta_inputs(qkv, ab, filters, zero, zero, rows, offs)[3]
     wanted = -torch.nn.functional.softplus(ab[:, :1].double(), threshold=100)
-    torch.testing.assert_close(g.double(), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(g.double(), wanted, rtol=5e-6, atol=0)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gated_norm(case, dtype):
+    compare_gated(case, dtype)
+
+
+def compare_gated(case, dtype):
     *route, heads, width = case
     plan = route_plan(*route)
     rows = plan.order_N.numel()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import CASES, DEVICE, compare, route_plan
+from kernel_cases import CASES, DEVICE, SEVERAL_TILES, compare, route_plan
 
 pytest.importorskip("triton")
 
@@ -51,6 +51,11 @@ def compare_all(case, rows, weights):
 @pytest.mark.parametrize("case", WIDTHS.values(), ids=WIDTHS.keys())
 def test_norms(case):
     compare_all(case, torch.float32, torch.float32)
+
+
+def test_several_tiles_a_program(long_programs):
+    *route, heads, width = SEVERAL_TILES
+    compare_all((*route, heads * width), torch.float32, torch.float32)
 
 
 # bf16 rows with fp32 weights, as in autocast, and all in one precision.

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import CASES, DEVICE, compare, route_plan
+from kernel_cases import CASES, DEVICE, SEVERAL_TILES, compare, route_plan
 
 pytest.importorskip("triton")
 
@@ -36,6 +36,10 @@ def compare_rope(case, rows, weights):
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_bias_rope(case):
     compare_rope(case, torch.float32, torch.float32)
+
+
+def test_several_tiles_a_program(long_programs):
+    compare_rope(SEVERAL_TILES, torch.float32, torch.float32)
 
 
 @pytest.mark.parametrize(
