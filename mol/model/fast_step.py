@@ -1,8 +1,8 @@
 """One decode step of a layer in seven launches, or five at full width, by Triton's kernels.
 
-Same contract as `SplitStage.step`, `FullWidthLayer.step` and the head of `LanguageModel.step`,
-which stay the reference and serve whatever `takes_...` refuses. Prefill fills the same caches.
-Only shapes, buffers and launches here; `mol.ops.kernels.decode` says what runs.
+Same results as `SplitStage.plain_step`, `FullWidthLayer.plain_step` and the head of
+`LanguageModel.step`, which stay the reference and serve whatever `takes_...` refuses. Prefill fills
+the same caches. Only shapes, buffers and launches here; `mol.ops.kernels.decode` says what runs.
 
 Shape suffixes: N rows (S * B of shared blocks, then B * k of routed ones), B tokens, D = d_model,
 M width of a block, F its inner width, H heads, d head width, V vocabulary, P partial sums.
@@ -133,7 +133,7 @@ def _grid(groups: int, width: int, tiling: dict[str, int], splits: int = 1) -> t
 def stage_step(
     stage: nn.Module, x_BD: Tensor, rope: Rope, position: int | Tensor, cache: Any
 ) -> Tensor:
-    """`SplitStage.step`: [B, D]; changes `cache` (a `StageCache`)."""
+    """`SplitStage.step`, [B, D]; changes `cache` (a `StageCache`)."""
     from mol.ops.kernels import decode
 
     config, routed, x_BD = stage.config, stage.routed, x_BD.contiguous()
@@ -173,7 +173,7 @@ def stage_step(
 def dense_step(
     layer: nn.Module, x_BD: Tensor, rope: Rope, position: int | Tensor, cache: Any
 ) -> Tensor:
-    """`FullWidthLayer.step` with a dense FFN: [B, D]; changes `cache`. Softmax attention counts as
+    """`FullWidthLayer.step` with a dense FFN, [B, D]; changes `cache`. Softmax attention counts as
     one shared block, gated delta as one routed block that every token chooses."""
     x_BD, softmax = x_BD.contiguous(), isinstance(layer.attention, SoftmaxAttention)
     first, second = layer.attention_norm, layer.ffn_norm
@@ -303,7 +303,7 @@ def _attend(
         part_o, head_width**-0.5, EPS, room,
         **rows.sizes, SLOTS=rows.slots, Z=z_NZ.shape[1], HEADS=heads, PARTS=parts,
         WIDTH=head_width, WIDE=_power(head_width), ROWS=lines, DELTA=delta, ON_DEVICE=on_device,
-        EACH=on_device and position.numel() > 1, maxnreg=128,
+        EACH=int(on_device and position.numel() > 1), maxnreg=128,
     )  # fmt: skip
     tiling = _tiling(_deep(width, 4)) | {"num_warps": 8}  # joining takes more than multiplying
     splits = -(-width // tiling["DEEP"])

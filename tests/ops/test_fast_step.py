@@ -1,4 +1,4 @@
-"""The fused decode step against `step` of the same layer: outputs and all that caches hold."""
+"""The fused decode step against `plain_step` of the same layer: outputs, and what caches hold."""
 
 import copy
 
@@ -117,7 +117,7 @@ def check(layer: nn.Module, batch: int, dtype: torch.dtype, position: list) -> N
     other = poisoned(cache)
     for time in position:
         x_BD = torch.randn(batch, D_MODEL).to(DEVICE, dtype)
-        expected = layer.step(x_BD, rope, time, cache)
+        expected = layer.plain_step(x_BD, rope, time, cache)
         found = step(layer, x_BD, rope, time, other)
         assert found.dtype == dtype
         # x itself would hide errors of the update.

@@ -151,7 +151,7 @@ def _delta(
     _keep(tail, 2 * M + channel, inside, v_one, v_two, v_new, 3 * M)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["position", "room"])
 def mix(
     z, block, keys_shared, values_shared, used_shared, keys_routed, values_routed, used_routed,
     tail, state, filters, decay_log, dt_bias, norm, cos, sin, position, mixed, best, total, part_o,
