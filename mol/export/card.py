@@ -67,7 +67,9 @@ def _metric(metric: Metric) -> list[str]:
     how = ", ".join(f"{name} {value}" for name, value in (protocol | metric.labels).items())
     error = "" if metric.stderr is None else f"{metric.stderr:.4g}"
     n = "" if metric.n is None else f"{metric.n:,}"
-    return [metric.name, f"{metric.value:.6g}", error, n, metric.unit, how]
+    whole = metric.unit in ("count", "byte")
+    value = f"{metric.value:,.0f}" if whole else f"{metric.value:.6g}"
+    return [metric.name, value, error, n, metric.unit, how]
 
 
 def _record(record: Record) -> str:

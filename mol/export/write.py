@@ -65,6 +65,11 @@ def load_model(checkpoint: Checkpoint, pad_id: int) -> MoLForCausalLM:
     }
     model = MoLForCausalLM(config)
     load_weights(checkpoint.folder, model.model, meta.tokenizer_sha256)
+    for name, weight in model.model.named_parameters():
+        if not weight.isfinite().all():
+            raise UserError(
+                f"{checkpoint.folder / WEIGHTS}: {name} holds NaN or infinity; train the run anew"
+            )
     model.generation_config = GenerationConfig(eos_token_id=meta.eos_id, pad_token_id=pad_id)
     return model
 
@@ -85,6 +90,8 @@ def write_export(checkpoint: Checkpoint, folder: Path) -> dict:
         (new / "README.md").write_text(card(checkpoint, parameters), "utf-8")
         for name, source in flat_sources().items():
             (new / name).write_text(source, "utf-8")
+        for path in new.iterdir():
+            path.chmod(0o644)  # weights come as their writer's alone
         index = {
             "run_id": checkpoint.run_id,
             "parameters": parameters,

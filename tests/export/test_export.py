@@ -231,6 +231,10 @@ DAMAGE = {
         lambda run: other_weights(run, lambda w: w.update({"norm.weight": torch.ones(3)})),
         "norm.weight",
     ),
+    "a number lost": (
+        lambda run: other_weights(run, lambda w: w["norm.weight"].fill_(torch.nan)),
+        "norm.weight holds NaN",
+    ),
     "another tokenizer": (
         lambda run: other_weights(run, lambda w: None, {"tokenizer_sha256": "0" * 64}),
         "000000000000",
