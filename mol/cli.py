@@ -4,6 +4,7 @@ import argparse
 import importlib
 import io
 import os
+import re
 import sys
 
 import pydantic
@@ -72,7 +73,12 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except OSError as error:
         message = ": ".join(filter(None, (str(error.filename or ""), reason_of(error))))
-    except MemoryError:
+    except (MemoryError, RuntimeError) as error:
+        # torch says it in words of its own, on a CPU, or by a type that is not imported here.
+        if not isinstance(error, MemoryError) and not re.search(
+            r"allocate|out of memory", str(error)
+        ):
+            raise
         message = "out of memory; choose smaller sizes or a larger machine"
     except KeyboardInterrupt:
         print(f"mol {args.command}: interrupted; the same command goes on", file=sys.stderr)

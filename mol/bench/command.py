@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
     named = [way for way in ("program", "run", "spec") if getattr(args, way)]
     if len(named) != 1:
         raise UserError("name one program, or one of --run and --spec: `mol bench prefill`")
-    if args.threads is not None and args.threads < 1:
-        raise UserError(f"--threads {args.threads}: must be at least 1")
+    if args.threads is not None and not 1 <= args.threads <= 1024:
+        raise UserError(f"--threads {args.threads}: must be from 1 to 1,024")
     spec = _adjusted(args) if args.program else _planned(args)
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -102,7 +102,7 @@ class ShardingBench(Frozen):
 
     program: Literal["sharding"] = "sharding"
     model: ModelConfig
-    devices: int = Field(3, ge=2)
+    devices: int = Field(3, ge=2, le=1024)
 
 
 class TrainStepBench(Timed):

@@ -46,10 +46,10 @@ def row(planned: Planned) -> dict:
 def run(args: argparse.Namespace) -> int:
     config = chosen_config(args)
     runs = plan(config.scale, config)
-    if args.experiment:
+    if args.experiment is not None:
         known = load_experiments().experiments
         if args.experiment not in known:
-            raise UserError(f"--experiment {args.experiment}: known are {', '.join(known)}")
+            raise UserError(f"--experiment {args.experiment!r}: known are {', '.join(known)}")
         runs = [planned for planned in runs if args.experiment in planned.experiments]
     rows = [row(planned) for planned in runs]
     if args.json:

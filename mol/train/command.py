@@ -14,6 +14,8 @@ from mol.train.environment import pick_device
 from mol.train.loop import Progress
 from mol.train.run import execute
 
+MOST = {"threads": 1024, "checkpoint_every": 2**40, "stop_after": 2**40}
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
@@ -27,12 +29,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     spec = selected_spec(args, "train")
-    for name in ("threads", "checkpoint_every", "stop_after"):
+    for name in MOST:
         value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        if value is not None and not 1 <= value <= MOST[name]:
+            option = name.replace("_", "-")
+            raise UserError(f"--{option} {value}: must be from 1 to {MOST[name]:,}")
     if args.threads:
         torch.set_num_threads(args.threads)
+    device = pick_device(args.device)
     corpus = corpus_folder(args.results, spec.scale, spec.data.folder)
     prepare(spec.data, corpus)
     bar = tqdm(total=spec.optim.steps, disable=args.quiet or None, unit="step", desc=spec.run_id)
@@ -49,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             spec,
             corpus,
             folder,
-            pick_device(args.device),
+            device,
             checkpoint_every=args.checkpoint_every,
             stop_after=args.stop_after,
             on_step=show,
