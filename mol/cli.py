@@ -30,6 +30,8 @@ COMMANDS = {
     "selfcheck": ("mol.ops.command", "fast paths against plain references"),
 }
 
+NO_MEMORY = re.compile("allocate memory|out of memory")  # torch's words for it, CPU and GPU
+
 
 class Parser(argparse.ArgumentParser):
     """Refuses wrong arguments in one line, as every other wrong input is refused."""
