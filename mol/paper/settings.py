@@ -16,8 +16,8 @@ class Setting(Frozen):
 
     stated: the paper says it; found: a public file of its authors says it; derived: the paper's
     numbers leave no other choice; guessed: the best prior. `key` is the place in a run's
-    specification, absent for what the code fixes. Without `conditions` it holds for every run of
-    the experiments.
+    specification (or `protocol.<part>`, a part of how a perplexity is computed), absent for what
+    the code fixes. Without `conditions` it holds for every run of the experiments.
     """
 
     experiments: tuple[str, ...] = Field(min_length=1)

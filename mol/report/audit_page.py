@@ -8,8 +8,8 @@ from typing import Any
 import duckdb
 
 from mol.base import write_atomic
-from mol.paper.settings import load_settings
 from mol.plan.experiments import PAPER
+from mol.report.ledger import ledger_rows
 from mol.report.markup import markdown, markdown_table
 from mol.report.view import SCALES, View, load_views, rows
 from mol.report.words import effect_text, load_checks, merged, printed_at, recomputed, sources
@@ -55,7 +55,7 @@ def audit_page(database: duckdb.DuckDBPyConnection, paper_folder: Path = PAPER) 
         *_contradictions(database),
         *_flags(database),
         *_claims(database),
-        *_settings(paper_folder),
+        *_settings(database, paper_folder),
     ]
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
@@ -225,18 +225,23 @@ def _claims(database: duckdb.DuckDBPyConnection) -> list[str]:
     return sections
 
 
-def _settings(folder: Path) -> list[str]:
-    if not (folder / "settings.toml").is_file():
+def _settings(database: duckdb.DuckDBPyConnection, folder: Path) -> list[str]:
+    settings = ledger_rows(folder, rows(database, "SELECT * FROM effects ORDER BY rowid"))
+    if not settings:
         return []
-    settings = load_settings(folder)
-    names = sorted({name for row in settings for name in row.experiments})
+    names = sorted({name for row in settings for name in row["experiments"]})
     lines = []
     for name in names:
-        own = Counter(row.status for row in settings if name in row.experiments)
+        own = Counter(row["status"] for row in settings if name in row["experiments"])
         lines.append([name, *(str(own[status]) for status in STATUSES)])
-    total = Counter(row.status for row in settings)
+    total = Counter(row["status"] for row in settings)
     lines.append(["all", *(str(total[status]) for status in STATUSES)])
-    guessed = dict.fromkeys(row.setting for row in settings if row.status == "guessed")
+    guesses = [
+        [row["setting"], _value(row["value"]), ", ".join(row["experiments"]), row["source"],
+         row["effect"]]
+        for row in settings
+        if row["status"] == "guessed"
+    ]  # fmt: skip
     return [
         "## Settings",
         "Settings of the runs by how they are known: stated by the paper, found in a public file "
@@ -244,5 +249,12 @@ def _settings(folder: Path) -> list[str]:
         "share counts in each, and once in the last row. `mol/paper/settings.toml` has every one "
         "with its source, and `index.html` shows them with their experiment.",
         markdown_table(["experiment", *STATUSES], lines),
-        f"Guessed, in some experiment: {markdown('; '.join(guessed))}.",
+        "What was guessed, and what another value does where runs measured it: the mean over "
+        "pairs of runs that differ in that setting alone, or of one checkpoint by two protocols; "
+        "above 0 the value that is used gives the lower loss.",
+        markdown_table(["guessed setting", "value", "experiments", "why", "effect"], guesses),
     ]
+
+
+def _value(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -4,8 +4,6 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from mol.paper.settings import load_settings
-
 
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--db", type=Path, default=Path("results/mol.duckdb"), metavar="FILE")
@@ -28,6 +26,7 @@ def run(args: Namespace) -> int:
         return 0
     from mol.plan.experiments import PAPER
     from mol.report.figures import write_figures
+    from mol.report.ledger import ledger_rows
     from mol.report.page import Extras, write_page
     from mol.report.protocols import protocol_rows
     from mol.report.source import Source
@@ -38,7 +37,7 @@ def run(args: Namespace) -> int:
     figures = write_figures(source, args.figures)
     extras = Extras(
         counts=_counts(PAPER / "counts.toml"),
-        settings=_settings(PAPER),
+        settings=ledger_rows(PAPER, source.table("effects")),
         protocols=protocol_rows(args.db),
     )
     page = write_page(source, figures, extras, args.out)
@@ -60,10 +59,3 @@ def _counts(path: Path) -> list[dict]:
     from mol.model.counts import paper_rows
 
     return paper_rows(path) if path.is_file() else []
-
-
-def _settings(folder: Path) -> list[dict]:
-    """The ledger of settings, where a paper's folder holds one."""
-    if not (folder / "settings.toml").is_file():
-        return []
-    return [setting.model_dump() for setting in load_settings(folder)]

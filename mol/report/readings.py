@@ -63,13 +63,14 @@ class Runs:
 
 
 def load_runs(database: duckdb.DuckDBPyConnection, plan: Paper) -> Runs:
-    """Read the complete runs, their metrics and their validation curves."""
+    """Read the complete runs of the plan, their metrics and their validation curves."""
     cursor = database.execute(
         "SELECT run_id, kind, scale, condition, seed, hardware, hardware_count, device, wall_s, "
         "finished, spec->>'$.data.source.kind' AS source, spec->>'$.train_run' AS train_run, data, "
         "(spec->>'$.optim.steps')::BIGINT AS steps, spec->>'$.data.tokenizer' AS tokenizer, "
         "(spec->>'$.data.vocab_size')::BIGINT AS vocab_size, notes "
-        "FROM runs WHERE status = 'complete'"
+        "FROM runs WHERE status = 'complete' AND run_id NOT IN (SELECT run_id FROM variants) "
+        "AND coalesce(train_run, '') NOT IN (SELECT run_id FROM variants)"
     )
     columns = [column[0] for column in cursor.description]
     runs = {row[0]: dict(zip(columns, row, strict=True)) for row in cursor.fetchall()}

@@ -8,6 +8,7 @@ from typing import Any
 import duckdb
 
 from mol.paper.printed import parse
+from mol.report.ledger import shown
 from mol.report.view import View, load_views
 from mol.store.export import connect
 
@@ -55,6 +56,15 @@ class Source:
         return dict(sorted(runs.items()))
 
     @cached_property
+    def variants(self) -> dict[str, str]:
+        """Run id of a training run that is not as planned -> in what, in words."""
+        found: dict[str, list[str]] = {}
+        for row in self.table("variants"):
+            own, planned = (shown(row[name]) for name in ("value", "planned"))
+            found.setdefault(row["run_id"], []).append(f"{row['key']} = {own}, planned {planned}")
+        return {run_id: "; ".join(parts) for run_id, parts in found.items()}
+
+    @cached_property
     def experiments(self) -> dict[str, list[str]]:
         """Experiment -> ids of its runs."""
         found: dict[str, list[str]] = {}
@@ -76,6 +86,7 @@ class Source:
             for run in self.runs.values()
             if run["status"] == "complete"
             and (run["scale"], run["kind"]) == (scale, kind)
+            and not self.variants.keys() & {run["run_id"], run["spec"].get("train_run")}
             and condition in (None, run["condition"])
         ]
         runs.sort(key=lambda run: (run["condition"], run["seed"], run["finished"], run["run_id"]))

@@ -115,7 +115,7 @@ def rows(database: duckdb.DuckDBPyConnection, sql: str, *values: Any) -> list[di
     names = [column[0] for column in cursor.description]
     found = [dict(zip(names, line, strict=True)) for line in cursor.fetchall()]
     for row in found:
-        for key in ("labels", "seeds", "parts", "runs", "inputs"):
+        for key in ("labels", "seeds", "parts", "runs", "inputs", "used", "other"):
             if isinstance(row.get(key), str):
                 row[key] = json.loads(row[key])
     return found

@@ -10,8 +10,11 @@ from mol.base import canonical_json
 from mol.paper.claims import load_claims
 from mol.paper.derivations import check_paper, load_checks
 from mol.paper.reported import load_paper
-from mol.plan.experiments import load_experiments
+from mol.plan.experiments import Paper, load_experiments
+from mol.plan.spec import TrainSpec
+from mol.plan.variant import departures
 from mol.report.claims import claim_rows
+from mol.report.effects import effect_rows
 from mol.report.judge import verdict_rows
 from mol.report.readings import load_runs
 
@@ -77,12 +80,27 @@ def insert_paper(database: duckdb.DuckDBPyConnection, folder: Path) -> None:
 
 
 def insert_verdicts(database: duckdb.DuckDBPyConnection, folder: Path) -> None:
-    """Judge the paper's cells and claims by the runs that are in the database already."""
+    """Judge the paper's cells and claims by the runs that are in the database already; before
+    that, tell a reader's variants from the planned runs, and find what single settings do."""
     paper, plan = load_paper(folder), load_experiments(folder)
+    insert(database, "variants", list(_variant_rows(database, plan)))
+    insert(database, "effects", list(effect_rows(database, plan)))
     runs = load_runs(database, plan)
     insert(database, "verdicts", list(verdict_rows(paper.cells, runs, plan)))
     if (folder / "claims.toml").is_file():
         insert(database, "claim_results", list(claim_rows(load_claims(paper), runs, plan)))
+
+
+def _variant_rows(database: duckdb.DuckDBPyConnection, plan: Paper) -> Iterable[dict]:
+    runs = database.execute(
+        "SELECT run_id, spec FROM runs WHERE kind = 'train' ORDER BY run_id"
+    ).fetchall()
+    for run_id, spec in runs:
+        found = departures(TrainSpec.model_validate_json(spec), plan)
+        for key, (wanted, value) in found.items():
+            pair = {"planned": wanted, "value": value}
+            given = {name: v if v is None else canonical_json(v) for name, v in pair.items()}
+            yield {"run_id": run_id, "key": key, **given}
 
 
 def _cell_rows(folder: Path) -> Iterable[dict]:

@@ -72,6 +72,33 @@ CREATE TABLE protocols (
     note VARCHAR NOT NULL
 );
 
+-- Training runs of a condition of the paper that are not as planned, and in what: a reader's
+-- variants. They and what was scored with them judge no cell and no claim.
+CREATE TABLE variants (
+    run_id VARCHAR NOT NULL,
+    key VARCHAR NOT NULL,             -- place in the specification
+    planned JSON,                     -- NULL: not there
+    value JSON
+);
+
+-- What one setting does: pairs of figures that differ in it alone, of two runs of one seed and
+-- machine, or of one checkpoint by two protocols (key protocol.<part>).
+CREATE TABLE effects (
+    key VARCHAR NOT NULL,             -- as in the ledger of settings
+    scale VARCHAR NOT NULL,
+    condition VARCHAR NOT NULL,
+    seed BIGINT NOT NULL,
+    hardware VARCHAR NOT NULL,
+    hardware_count BIGINT NOT NULL,
+    used JSON,                        -- the planned value
+    other JSON,
+    effect DOUBLE NOT NULL,           -- loss with `other` less loss with `used`
+    unit VARCHAR NOT NULL,
+    run_id VARCHAR NOT NULL,
+    other_run VARCHAR NOT NULL,       -- run_id itself where one checkpoint was scored twice
+    note VARCHAR NOT NULL
+);
+
 -- Records and curves that were left out, and the way out.
 CREATE TABLE refused (file VARCHAR NOT NULL, reason VARCHAR NOT NULL);
 

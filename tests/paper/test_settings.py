@@ -8,6 +8,7 @@ from mol.base import UserError
 from mol.paper.reported import PAPER
 from mol.paper.settings import load_settings
 from mol.plan.build import plan
+from mol.store.record import Protocol
 
 IDENTITY = {"kind", "scale", "condition", "seed"}
 
@@ -40,6 +41,17 @@ def used():
             for key, value in leaves(spec.model_dump(mode="json")):
                 if key not in IDENTITY and (key, value) != ("model.anchor_at", []):
                     found[spec.condition, key] = shown(value)
+            padded = spec.data.layout.kind == "padded"
+            for part, value in {
+                "pad": "masked" if padded else "none",
+                "layout": "chunked" if padded else "stream",
+                "context": spec.seq_len,
+                "stride": spec.seq_len,
+                "split": "validation",
+                "eos": Protocol.model_fields["eos"].default,
+                "text": Protocol.model_fields["text"].default,
+            }.items():
+                found[spec.condition, f"protocol.{part}"] = value
         elif spec.kind == "bench":
             for key, value in leaves(
                 spec.bench.model_dump(mode="json", exclude={"models", "model"})

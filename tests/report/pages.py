@@ -19,7 +19,7 @@ HOSTILE = (
 def setting(value: str) -> dict:
     return {
         "experiments": ("E01", "E05"), "conditions": (), "setting": "lr", "value": value,
-        "status": "stated", "source": "4.2",
+        "status": "stated", "source": "4.2", "effect": "", "effects": [],
     }  # fmt: skip
 
 

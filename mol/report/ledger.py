@@ -1,0 +1,52 @@
+"""The ledger of settings with what a guess does, where runs of the store measured it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mol.paper.settings import load_settings
+from mol.plan.experiments import Paper, load_experiments
+from mol.report.effects import effects_of
+from mol.report.number import figure_text
+
+Row = dict[str, Any]
+NAMED = 2  # conditions an effect names; more are counted
+
+
+def ledger_rows(folder: Path, pairs: list[Row]) -> list[Row]:
+    """Rows of `settings.toml` below a paper's folder, none without it, each with `effects`:
+    summaries of the `pairs` (table `effects`, JSON read), and `effect`, the same in words. What
+    is not guessed has neither."""
+    if not (folder / "settings.toml").is_file():
+        return []
+    plan = load_experiments(folder)
+    return [_with_effect(row.model_dump(), pairs, plan) for row in load_settings(folder)]
+
+
+def _with_effect(row: Row, pairs: list[Row], plan: Paper) -> Row:
+    guessed = row["status"] == "guessed"
+    found = effects_of(row, pairs, plan) if guessed and row["key"] else []
+    words = "; ".join(map(_words, found)) or ("not measured" if guessed else "")
+    return row | {"effects": found, "effect": words}
+
+
+def _words(effect: Row) -> str:
+    """As "masked to pad_counted: -0.61 nat/token (-0.7 to -0.5), n = 3 of sparse-3of5, smoke, a
+    CPU"; zero is written without a sign."""
+    value = f"{round(effect['effect'], 4) + 0.0:+.4f} {effect['unit']}"
+    if effect["low"] is None:
+        interval = "one pair, no interval"
+    else:
+        interval = f"{figure_text(effect['low'], 3)} to {figure_text(effect['high'], 3)}"
+    names = effect["conditions"]
+    whose = ", ".join(names) if len(names) <= NAMED else f"{len(names)} conditions"
+    change = f"{shown(effect['used'])} to {shown(effect['other'])}"
+    parts = [f"n = {effect['n']} of {whose}", effect["scale"], effect["hardware"], *effect["notes"]]
+    return f"{change}: {value} ({interval}), {', '.join(parts)}"
+
+
+def shown(value: Any) -> str:
+    """A value of a specification in words."""
+    if value is None:
+        return "nothing"
+    return value if isinstance(value, str) else json.dumps(value)
