@@ -177,7 +177,9 @@ def dense_step(
     one shared block, gated delta as one routed block that every token chooses."""
     x_BD, softmax = x_BD.contiguous(), isinstance(layer.attention, SoftmaxAttention)
     first, second = layer.attention_norm, layer.ffn_norm
-    block = torch.zeros(x_BD.shape[0], dtype=torch.int32, device=x_BD.device)
+    # Softmax reads no block, and zeros are a launch.
+    make = torch.empty if softmax else torch.zeros
+    block = make(x_BD.shape[0], dtype=torch.int32, device=x_BD.device)
     rows = _Rows(x_BD.shape[0], int(softmax), int(not softmax), block)
     full = _FullWidth(
         layer.attention, first.weight, second.weight, layer.ffn.w_in,
