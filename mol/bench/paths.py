@@ -1,8 +1,9 @@
 """Other ways to compute a split stage, to be timed against and compared with the one-pass stage.
 
 A path is made for one stage, `forward = path(stage)`, and then called as the stage is:
-`forward(x_BTD, rope)` gives (y, balance, routes). They share the stage's router and composition;
-`mol.model.reference` is the plain code that both are tested against.
+`forward(x_BTD, rope)` gives (y, 0, routes): no gradients, so no balance loss. They share the
+stage's router and composition; `mol.model.reference` is the plain code that both are tested
+against.
 
 Shape suffixes: B sequences, T positions, X = B T tokens, n tokens of one block, D = d_model,
 d = d_thin, h head width, H heads, E routed blocks, k slots.
@@ -16,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mol.model.attention import SoftmaxAttention
-from mol.model.split_stage import Routes, SplitStage, balance_loss
-from mol.model.thin_block import EPS, ThinBlocks
+from mol.model.split_stage import Routes, SplitStage
+from mol.model.thin_block import ThinBlocks
 from mol.ops.attention import Rope
 from mol.ops.dispatch import RoutePlan
+from mol.ops.glue import EPS
 
 Forward = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
 
@@ -104,11 +106,12 @@ def as_stage(stage: SplitStage, routed: Callable[..., Tensor]) -> Forward:
         if stage.shared is not None:
             every = RoutePlan.full(config.n_shared, batch, length, x_XD.device)
             shared_XD = every.combine(stage.shared(x_XD, every, rope))
-        y_BTD = stage._compose(x_XD, shared_XD, routed_XD).view_as(x_BTD)
-        if routes is None:
-            return y_BTD, x_BTD.new_zeros(()), None
-        routes_BTk = routes.chosen_Xk.view(batch, length, -1)
-        return y_BTD, balance_loss(routes.probability_XE), routes_BTk
+        shared_scale, scale = stage.scales
+        y_XD = torch.add(x_XD, routed_XD, alpha=scale)
+        if shared_XD is not None:
+            y_XD = torch.add(y_XD, shared_XD, alpha=shared_scale)
+        chosen = None if routes is None else routes.chosen_Xk.view(batch, length, -1)
+        return y_XD.view_as(x_BTD), x_BTD.new_zeros(()), chosen
 
     return forward
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mol.ops.attention import Rope, extend_in_cache, segment_attention, step_in_cache
 from mol.ops.dispatch import RoutePlan
+from mol.ops.glue import biased_heads
 from mol.ops.grouped import grouped_mm
 
 
@@ -45,8 +46,11 @@ class Stackable(nn.Module):
     """Weights of one block, or of `stack` blocks with a leading dimension E.
 
     `packed(x_NM, plan, rope, cache, start)` and `packed_step(x_NM, plan, rope, position, cache)`
-    of the subclasses take packed rows; the methods here wrap them for one block on every token.
+    of the subclasses take packed rows and leave the output `bias` (None, or [E, M]) to the caller,
+    who adds more to the result; the methods here wrap them for one block on every token.
     """
+
+    bias: Tensor | None = None
 
     def __init__(self, stack: int | None):
         super().__init__()
@@ -62,11 +66,15 @@ class Stackable(nn.Module):
     def forward(self, x_BTM: Tensor, rope: Rope, cache=None, start: int = 0) -> Tensor:
         batch, length, width = x_BTM.shape
         plan = RoutePlan.full(1, batch, length, x_BTM.device)
-        return self.packed(x_BTM.reshape(-1, width), plan, rope, cache, start).view_as(x_BTM)
+        y_NM = self.packed(x_BTM.reshape(-1, width), plan, rope, cache, start)
+        return self._biased(y_NM).view_as(x_BTM)
 
     def step(self, x_BM: Tensor, rope: Rope, position: int | Tensor, cache) -> Tensor:
         plan = RoutePlan.full(1, x_BM.shape[0], 1, x_BM.device)
-        return self.packed_step(x_BM, plan, rope, position, cache)
+        return self._biased(self.packed_step(x_BM, plan, rope, position, cache))
+
+    def _biased(self, y_NM: Tensor) -> Tensor:
+        return y_NM if self.bias is None else y_NM + self.bias.to(y_NM.dtype)
 
 
 class SoftmaxAttention(Stackable):
@@ -89,13 +97,12 @@ class SoftmaxAttention(Stackable):
         nn.init.zeros_(self.qkv_bias)
         nn.init.zeros_(self.out_bias)
 
-    def _project(self, x_NM: Tensor, plan: RoutePlan, weight: Tensor, bias: Tensor) -> Tensor:
-        y = grouped_mm(x_NM, self.stacked(weight), plan.offs_E, plan.equal)
-        return y + plan.expand(self.stacked(bias).to(y.dtype))
+    @property
+    def bias(self) -> Tensor:
+        return self.stacked(self.out_bias)
 
-    def _heads(self, x_NM: Tensor, plan: RoutePlan):
-        qkv = self._project(x_NM, plan, self.qkv, self.qkv_bias)
-        return qkv.view(x_NM.shape[0], 3, self.n_heads, -1).unbind(1)
+    def _project(self, x_NM: Tensor, plan: RoutePlan, weight: Tensor) -> Tensor:
+        return grouped_mm(x_NM, self.stacked(weight), plan.offs_E, plan.equal)
 
     def packed(
         self,
@@ -108,9 +115,9 @@ class SoftmaxAttention(Stackable):
         """Attention inside each segment at the rows' original positions, `start` the first one's.
         Fills an empty cache, or continues one that holds `start` positions."""
         end = start + plan.length
-        _check_room(cache, end)
-        q, k, v = self._heads(x_NM, plan)
-        q, k = rope(q, plan.time_N + start, end), rope(k, plan.time_N + start, end)
+        check_room(cache, end)
+        qkv = self._project(x_NM, plan, self.qkv)
+        q, k, v = biased_heads(qkv, self.stacked(self.qkv_bias), self.n_heads, rope, plan, start)
         if start:
             held = cache.keys_SHLd, cache.values_SHLd
             rows = plan.segment_N, plan.within_N, cache.used_S
@@ -122,7 +129,7 @@ class SoftmaxAttention(Stackable):
                 cache.keys_SHLd[plan.segment_N, :, plan.within_N] = k
                 cache.values_SHLd[plan.segment_N, :, plan.within_N] = v
                 cache.used_S.copy_(plan.cu_seqlens.diff())
-        return self._project(o_NHd.reshape(x_NM.shape), plan, self.out, self.out_bias)
+        return self._project(o_NHd.reshape(x_NM.shape), plan, self.out)
 
     def new_cache(self, batch: int, max_len: int) -> KVCache:
         width = self.out.shape[-1]
@@ -140,19 +147,21 @@ class SoftmaxAttention(Stackable):
         sequence's (int64 [B])."""
         room = cache.keys_SHLd.shape[2]
         if isinstance(position, int):
-            _check_room(cache, position + 1)
+            check_room(cache, position + 1)
         elif position.numel() > 1:
             position = position[plan.segment_N % plan.batch]
-        q, k, v = self._heads(x_NM, plan)
+        qkv = self._project(x_NM, plan, self.qkv)
+        qkv = qkv + plan.expand(self.stacked(self.qkv_bias).to(qkv.dtype))
+        q, k, v = qkv.view(x_NM.shape[0], 3, self.n_heads, -1).unbind(1)
         q, k = rope(q, position, room), rope(k, position, room)
         # No segment holds more rows than there are positions.
         longest = position + 1 if isinstance(position, int) else room
         held = cache.keys_SHLd, cache.values_SHLd, plan.segment_N, cache.used_S
         o_NHd = step_in_cache(q, k, v, *held, longest)
-        return self._project(o_NHd.reshape(x_NM.shape), plan, self.out, self.out_bias)
+        return self._project(o_NHd.reshape(x_NM.shape), plan, self.out)
 
 
-def _check_room(cache: KVCache | None, length: int) -> None:
+def check_room(cache: KVCache | None, length: int) -> None:
     if cache is not None and length > cache.keys_SHLd.shape[2]:
         raise ValueError(
             f"{length} tokens do not fit in the cache's {cache.keys_SHLd.shape[2]} positions; "

@@ -18,8 +18,8 @@ from mol.model.attention import Stackable, branched
 from mol.ops.attention import Rope
 from mol.ops.dispatch import RoutePlan
 from mol.ops.gated_delta import gated_delta_rule, gated_delta_step
+from mol.ops.glue import delta_inputs, gated_norm, rates
 from mol.ops.grouped import grouped_mm
-from mol.ops.short_conv import short_conv
 
 TAPS = 4
 
@@ -72,23 +72,14 @@ class GatedDeltaNet(Stackable):
             self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # inverse softplus
 
     def _project(self, x_NM: Tensor, plan: RoutePlan) -> tuple[Tensor, ...]:
-        """qkv [N, C], gate [N, M], a [N, H] and b [N, H]."""
-        width, heads = x_NM.shape[1], self.n_heads
+        """qkv [N, C], gate [N, M] and the rates a, b [N, 2 H]."""
+        width = x_NM.shape[1]
         z = grouped_mm(x_NM, self.stacked(self.qkvg_ab), plan.offs_E, plan.equal)
-        return z.split([3 * width, width, heads, heads], -1)
-
-    def _rates(self, a_NH: Tensor, b_NH: Tensor, plan: RoutePlan) -> tuple[Tensor, Tensor]:
-        """Log decay g and step size beta, in fp32 at least: g is summed over whole segments."""
-        wide = torch.promote_types(a_NH.dtype, torch.float32)
-        rate_NH = plan.expand(self.stacked(self.decay_log).to(wide)).exp()
-        bias_NH = plan.expand(self.stacked(self.dt_bias).to(wide))
-        return -rate_NH * F.softplus(a_NH.to(wide) + bias_NH), b_NH.sigmoid()
+        return z.split([3 * width, width, 2 * self.n_heads], -1)
 
     def _finish(self, o_NHd: Tensor, gate_NM: Tensor, plan: RoutePlan) -> Tensor:
-        normed = F.rms_norm(o_NHd, o_NHd.shape[-1:], eps=1e-5).to(gate_NM.dtype)
-        scaled = normed * plan.expand(self.stacked(self.norm).to(normed.dtype))[:, None]
-        gated = scaled.reshape(gate_NM.shape) * F.silu(gate_NM)
-        return grouped_mm(gated, self.stacked(self.out), plan.offs_E, plan.equal)
+        gated_NM = gated_norm(o_NHd, gate_NM, self.stacked(self.norm), plan)
+        return grouped_mm(gated_NM, self.stacked(self.out), plan.offs_E, plan.equal)
 
     def packed(
         self,
@@ -100,22 +91,19 @@ class GatedDeltaNet(Stackable):
     ) -> Tensor:
         """The layer inside each segment; fills an empty cache, or continues one when `start`, the
         positions before, is not 0."""
-        qkv, gate, a, b = self._project(x_NM, plan)
-        filters = self.stacked(self.filters).to(qkv.dtype)
-        mixed = short_conv(qkv, filters, plan)
+        qkv, gate, ab = self._project(x_NM, plan)
+        filters = self.stacked(self.filters)
+        before = None
         if start:
-            mixed = mixed + self._conv_of_tail(cache.tail_SJC.to(qkv.dtype), filters, plan)
-        q, k, v = F.silu(mixed).view(mixed.shape[0], 3, self.n_heads, -1).unbind(1)
-        g, beta = self._rates(a, b, plan)
+            before = self._conv_of_tail(cache.tail_SJC.to(qkv.dtype), filters.to(qkv.dtype), plan)
+        rates = self.stacked(self.decay_log), self.stacked(self.dt_bias)
+        inputs, unit = delta_inputs(qkv, ab, filters, *rates, plan, before)
         o_NHd, state = gated_delta_rule(
-            q,
-            k,
-            v,
-            g,
-            beta,
+            *inputs,
             plan.cu_seqlens,
             cache.state_SHdd if start else None,
             final_state=cache is not None,
+            unit=unit,
         )
         if cache is not None:
             cache.state_SHdd.copy_(state)
@@ -167,13 +155,13 @@ class GatedDeltaNet(Stackable):
     ) -> Tensor:
         """One new row for each segment of `plan` (of length 1)."""
         segment_N = plan.segment_N
-        qkv, gate, a, b = self._project(x_NM, plan)
+        qkv, gate, ab = self._project(x_NM, plan)
         window_NJC = torch.cat([cache.tail_SJC[segment_N], qkv[:, None]], 1)
         cache.tail_SJC[segment_N] = window_NJC[:, 1:]
         filters = self.stacked(self.filters).to(qkv.dtype)[plan.block_N]
         mixed = F.silu(torch.einsum("njc,ncj->nc", window_NJC, filters))
         q, k, v = mixed.view(mixed.shape[0], 3, self.n_heads, -1).unbind(1)
-        g, beta = self._rates(a, b, plan)
+        g, beta = rates(ab, self.stacked(self.decay_log), self.stacked(self.dt_bias), plan)
         o_NHd, state = gated_delta_step(q, k, v, g, beta, cache.state_SHdd[segment_N])
         cache.state_SHdd[segment_N] = state
         return self._finish(o_NHd, gate, plan)

@@ -13,9 +13,10 @@ from torch import Tensor
 from mol.model.delta import GatedDeltaNet
 from mol.model.rank1 import Rank1Mixture, reference_rank1
 from mol.model.split_stage import SplitStage
-from mol.model.thin_block import EPS, ThinBlocks
+from mol.model.thin_block import ThinBlocks
 from mol.ops.attention import Rope
 from mol.ops.gated_delta import naive_gated_delta_rule
+from mol.ops.glue import EPS
 
 
 def reference_stage(

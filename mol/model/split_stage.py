@@ -17,10 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mol.model import fast_step
 from mol.model.config import SplitLayer
 from mol.model.thin_block import ThinBlocks
 from mol.ops.attention import Rope
 from mol.ops.dispatch import RoutePlan
+from mol.ops.grouped import as_operand
+from mol.ops.streams import aside
+from mol.ops.tracing import has_kernels
 
 
 @dataclass
@@ -84,22 +88,36 @@ class SplitStage(nn.Module):
     def forward(
         self, x_BTD: Tensor, rope: Rope, cache: StageCache | None = None, start: int = 0
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(y [B, T, D], CV^2 balance loss (0-dim, 0 without router), routes [B, T, k] or None)."""
+        """(y [B, T, D], CV^2 balance loss (0-dim, 0 without router or gradients), routes [B, T, k]
+        or None)."""
         batch, length, width = x_BTD.shape
         x_XD = x_BTD.reshape(-1, width)
+        inner_XD = as_operand(x_XD, self.routed.down)
+        with aside(inner_XD) as beside:
+            shared_XD = self._shared(inner_XD, batch, length, rope, cache, start)
         routes = self.route(x_XD)
         plan, weights = self._plan(routes, batch, length, x_XD.device)
-        routed_ND = self.routed(x_XD, plan, rope, cache and cache.routed, start)
-        shared_XD = None
-        if self.shared is not None:
-            every = RoutePlan.full(self.config.n_shared, batch, length, x_XD.device)
-            held = cache and cache.shared
-            shared_XD = every.combine(self.shared(x_XD, every, rope, held, start))
-        y_BTD = self._compose(x_XD, shared_XD, plan.combine(routed_ND, weights)).view_as(x_BTD)
+        routed_ND = self.routed(inner_XD, plan, rope, cache and cache.routed, start)
+        beside.join()
+        y_BTD = self._compose(x_XD, shared_XD, routed_ND, plan, weights).view_as(x_BTD)
         if routes is None:
             return y_BTD, x_BTD.new_zeros((), dtype=torch.float32), None
         routes_BTk = routes.chosen_Xk.view(batch, length, -1)
-        return y_BTD, balance_loss(routes.probability_XE), routes_BTk
+        return y_BTD, balance_of(routes), routes_BTk
+
+    def _shared(
+        self,
+        x_XD: Tensor,
+        batch: int,
+        length: int,
+        rope: Rope,
+        cache: StageCache | None,
+        start: int,
+    ) -> Tensor | None:
+        if self.shared is None:
+            return None
+        plan = RoutePlan.full(self.config.n_shared, batch, length, x_XD.device)
+        return plan.combine(self.shared(x_XD, plan, rope, cache and cache.shared, start))
 
     def new_cache(self, batch: int, max_len: int) -> StageCache:
         shared = self.shared and self.shared.new_cache(batch, max_len)
@@ -107,6 +125,14 @@ class SplitStage(nn.Module):
 
     def step(self, x_BD: Tensor, rope: Rope, position: int | Tensor, cache: StageCache) -> Tensor:
         """One token a sequence, all at `position`; computes only the chosen blocks, [B, D]."""
+        if fast_step.takes_stage(self, x_BD):
+            return fast_step.stage_step(self, x_BD, rope, position, cache)
+        return self.plain_step(x_BD, rope, position, cache)
+
+    def plain_step(
+        self, x_BD: Tensor, rope: Rope, position: int | Tensor, cache: StageCache
+    ) -> Tensor:
+        """`step` as the layers' modules compute it: the fused step's reference."""
         batch = x_BD.shape[0]
         plan, weights = self._plan(self.route(x_BD), batch, 1, x_BD.device)
         routed_ND = self.routed.step(x_BD, plan, rope, position, cache.routed)
@@ -115,7 +141,7 @@ class SplitStage(nn.Module):
             every = RoutePlan.full(self.config.n_shared, batch, 1, x_BD.device)
             shared_ND = self.shared.step(x_BD, every, rope, position, cache.shared)
             shared_BD = every.combine(shared_ND)
-        return self._compose(x_BD, shared_BD, plan.combine(routed_ND, weights))
+        return self._compose(x_BD, shared_BD, routed_ND, plan, weights)
 
     def inactive_parameters(self) -> int:
         """Weights of the routed blocks that a token leaves out."""
@@ -126,12 +152,18 @@ class SplitStage(nn.Module):
         """Scores in fp32 at least, also inside autocast: rounded scores would tie."""
         if self.router is None:
             return None
+        over_selected = self.config.weights_over == "selected"
+        if has_kernels(x_XD):
+            from mol.ops.kernels.route import route
+
+            probability_XE, *chosen = route(x_XD, self.router, self.config.top_k, over_selected)
+            return Routes(probability_XE, *reversed(chosen))
         wide = torch.promote_types(self.router.dtype, torch.float32)
         with torch.autocast(x_XD.device.type, enabled=False):
             scores_XE = F.linear(x_XD.to(wide), self.router.to(wide))
             probability_XE = scores_XE.softmax(-1)
         weights_Xk, chosen_Xk = probability_XE.topk(self.config.top_k, -1)
-        if self.config.weights_over == "selected":
+        if over_selected:
             weights_Xk = weights_Xk / weights_Xk.sum(-1, keepdim=True)
         return Routes(probability_XE, chosen_Xk, weights_Xk)
 
@@ -149,15 +181,33 @@ class SplitStage(nn.Module):
         weights_XE = torch.zeros_like(routes.probability_XE)
         return plan, weights_XE.scatter(1, routes.chosen_Xk, routes.weights_Xk)
 
-    def _compose(self, x_XD: Tensor, shared_XD: Tensor | None, routed_XD: Tensor) -> Tensor:
+    def _compose(
+        self,
+        x_XD: Tensor,
+        shared_XD: Tensor | None,
+        routed_ND: Tensor,
+        plan: RoutePlan,
+        weights: Tensor | None,
+    ) -> Tensor:
+        """The right side of Eq. 2 by the stage's options."""
+        return plan.compose(x_XD, shared_XD, routed_ND, weights, *self.scales)
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """What the sum over shared blocks and that over routed ones are multiplied by."""
         config = self.config
-        in_mean = config.shared_weight == "in_mean"
-        if config.divide_by_k and in_mean:
-            total_XD = routed_XD if shared_XD is None else shared_XD + routed_XD
-            return x_XD + total_XD / (config.n_shared + config.top_k)
-        if config.divide_by_k or self.router is None:
-            routed_XD = routed_XD / config.top_k
-        return x_XD + (routed_XD if shared_XD is None else shared_XD + routed_XD)
+        if config.divide_by_k and config.shared_weight == "in_mean":
+            return (1 / (config.n_shared + config.top_k),) * 2
+        divided = config.divide_by_k or self.router is None
+        return 1.0, 1 / config.top_k if divided else 1.0
+
+
+def balance_of(routes: Routes | None) -> Tensor:
+    """The balance loss of a forward pass that can be trained on, otherwise 0: only training reads
+    it, and its small kernels are a fifth of a short prompt's launches."""
+    if torch.is_grad_enabled():
+        return balance_loss(routes.probability_XE)
+    return routes.probability_XE.new_zeros(())
 
 
 def balance_loss(probability_XE: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ from mol.model.delta import GatedDeltaNet
 from mol.model.rank1 import Rank1Mixture
 from mol.ops.attention import Rope
 from mol.ops.dispatch import RoutePlan
+from mol.ops.glue import add_norm, norm
 from mol.ops.grouped import grouped_mm
 
 ATTENTION = {"softmax": SoftmaxAttention, "deltanet": GatedDeltaNet}
-EPS = 1e-5
 
 
 class ThinBlocks(nn.Module):
@@ -79,14 +79,12 @@ class ThinBlocks(nn.Module):
 
     def _run(self, x_XD: Tensor, plan: RoutePlan, attend: Callable[[Tensor], Tensor]) -> Tensor:
         h_Nd = grouped_mm(plan.gather(x_XD), self.down, plan.offs_E, plan.equal)
-        attended_Nd = attend(self._normed(h_Nd, self.attention_norm, plan))
-        ffn_Nd = self._ffn(self._normed(h_Nd + attended_Nd, self.ffn_norm, plan), plan)
+        mixed_Nd = attend(norm(h_Nd, self.attention_norm, plan))
+        attended_Nd, normed_Nd = add_norm(h_Nd, mixed_Nd, self.attention.bias, self.ffn_norm, plan)
         # Block(h) - h, without adding h first: nothing cancels.
-        return grouped_mm(attended_Nd + ffn_Nd, self.up, plan.offs_E, plan.equal)
-
-    def _normed(self, h_Nd: Tensor, weight_Ed: Tensor, plan: RoutePlan) -> Tensor:
-        normed_Nd = F.rms_norm(h_Nd, h_Nd.shape[-1:], eps=EPS).to(h_Nd.dtype)
-        return normed_Nd * plan.expand(weight_Ed.to(h_Nd.dtype))
+        return grouped_mm(
+            attended_Nd + self._ffn(normed_Nd, plan), self.up, plan.offs_E, plan.equal
+        )
 
     def _ffn(self, h_Nd: Tensor, plan: RoutePlan) -> Tensor:
         if self.rank1 is None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mol.model import fast_step
 from mol.model.attention import SoftmaxAttention
 from mol.model.config import Layer, ModelConfig
 from mol.model.delta import GatedDeltaNet
@@ -17,8 +18,8 @@ from mol.model.high_rank import HighRankMoE
 from mol.model.moe_ffn import RoutedFFN
 from mol.model.rank1 import Rank1Mixture
 from mol.model.split_stage import SplitStage
-from mol.model.thin_block import EPS
 from mol.ops.attention import Rope
+from mol.ops.glue import EPS
 
 
 class ModelOutput(NamedTuple):
@@ -135,6 +136,12 @@ class FullWidthLayer(nn.Module):
         return self.attention.new_cache(batch, max_len)
 
     def step(self, x_BD: Tensor, rope: Rope, position: int | Tensor, cache) -> Tensor:
+        if isinstance(self.ffn, DenseFFN) and fast_step.takes_layer(self, x_BD):
+            return fast_step.dense_step(self, x_BD, rope, position, cache)
+        return self.plain_step(x_BD, rope, position, cache)
+
+    def plain_step(self, x_BD: Tensor, rope: Rope, position: int | Tensor, cache) -> Tensor:
+        """`step` as the layer's modules compute it: the fused step's reference."""
         normed = self.attention_norm(x_BD)
         return self._ffn(x_BD + self.attention.step(normed, rope, position, cache))[0]
 
@@ -259,6 +266,8 @@ class LanguageModel(nn.Module):
                 states.append(x_BD)
             x_BD = layer.step(x_BD, rope, cache.position, held)
         cache.position += 1
+        if states is None and fast_step.takes_head(self.norm, x_BD, self.embedding.weight):
+            return fast_step.head_step(self.norm, x_BD, self.embedding.weight)
         hidden_BD = self.norm(x_BD)
         if states is not None:
             states.append(hidden_BD)

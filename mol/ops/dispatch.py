@@ -13,6 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mol.ops.tracing import has_kernels
+
+TABLES = (
+    "order_N", "inverse_N", "block_N", "within_N", "time_N", "segment_N", "offs_E", "cu_seqlens"
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class RoutePlan:
@@ -40,6 +46,12 @@ class RoutePlan:
         """Plan for the blocks `idx_BTk` (distinct along k, each below `n_blocks`)."""
         batch, length, slots = idx_BTk.shape
         device = idx_BTk.device
+        common = dict(n_blocks=n_blocks, batch=batch, length=length, slots=slots, equal=False)
+        if has_kernels(idx_BTk):
+            from mol.ops.kernels.route import plan
+
+            tables = plan(idx_BTk.reshape(-1, slots), batch, length, n_blocks)
+            return cls(**common, **dict(zip(TABLES, tables, strict=True)))
         sequence_B = torch.arange(batch, device=device)
         pair_N = (idx_BTk * batch + sequence_B[:, None, None]).reshape(-1)
         segment_N, order_N = torch.sort(pair_N, stable=True)
@@ -47,11 +59,7 @@ class RoutePlan:
         cu_seqlens = torch.searchsorted(segment_N, edges)
         row_N = torch.arange(order_N.numel(), device=device)
         return cls(
-            n_blocks=n_blocks,
-            batch=batch,
-            length=length,
-            slots=slots,
-            equal=False,
+            **common,
             order_N=order_N,
             inverse_N=torch.empty_like(order_N).index_copy_(0, order_N, row_N),
             block_N=segment_N // batch,
@@ -90,6 +98,10 @@ class RoutePlan:
         """Rows of the B T tokens in packed order, [N, D]; a token appears k times."""
         if self.n_blocks == 1 and self.equal:
             return x_TD
+        if has_kernels(x_TD):
+            from mol.ops.kernels.combine import gather
+
+            return gather(x_TD, self.inverse_N, self.slots)
         return _Gather.apply(x_TD, self.order_N, self.inverse_N, self.slots)
 
     def combine(self, y_ND: Tensor, weights_Tk: Tensor | None = None) -> Tensor:
@@ -98,14 +110,37 @@ class RoutePlan:
         A permutation and a sum of k terms in a fixed order: deterministic, no atomics.
         """
         if self.n_blocks == 1 and self.equal:
-            y_TkD = y_ND[:, None]
-        else:
-            y_TkD = _Permute.apply(y_ND, self.inverse_N, self.order_N)
-            y_TkD = y_TkD.view(-1, self.slots, y_ND.shape[-1])
-        if weights_Tk is None:
-            return y_TkD.sum(1)
-        # Not an einsum: batched matrix-vector products are 2 to 4 times slower here on a CPU.
-        return (y_TkD * weights_Tk.to(y_ND.dtype)[..., None]).sum(1)
+            return y_ND if weights_Tk is None else y_ND * weights_Tk.to(y_ND.dtype)
+        if has_kernels(y_ND):
+            return self._fused(y_ND, weights_Tk, None, None, 1.0, 1.0)
+        y_TkD = _Permute.apply(y_ND, self.inverse_N, self.order_N)
+        y_TkD = y_TkD.view(-1, self.slots, y_ND.shape[-1])
+        if weights_Tk is not None:
+            # Not an einsum: batched matrix-vector products are 2 to 4 times slower on a CPU.
+            y_TkD = y_TkD * weights_Tk.to(y_ND.dtype)[..., None]
+        return y_TkD.sum(1)
+
+    def compose(
+        self,
+        base_TD: Tensor,
+        shared_TD: Tensor | None,
+        y_ND: Tensor,
+        weights_Tk: Tensor | None,
+        shared_scale: float,
+        scale: float,
+    ) -> Tensor:
+        """base + shared_scale shared + scale combine(y, weights), [B T, D], in one pass on CUDA."""
+        if has_kernels(y_ND):
+            return self._fused(y_ND, weights_Tk, base_TD, shared_TD, shared_scale, scale)
+        total_TD = torch.add(base_TD, self.combine(y_ND, weights_Tk), alpha=scale)
+        if shared_TD is None:
+            return total_TD
+        return torch.add(total_TD, shared_TD, alpha=shared_scale)
+
+    def _fused(self, y_ND: Tensor, *operands: Tensor | float | None) -> Tensor:
+        from mol.ops.kernels.combine import combine
+
+        return combine(y_ND, self.inverse_N, *operands, self.slots)
 
     def expand(self, weight_EM: Tensor) -> Tensor:
         """Each row's own block's row of `weight_EM`: [N, M], or [1, M] for one block."""

@@ -22,6 +22,14 @@ _native = getattr(F, "grouped_mm", None) or torch._grouped_mm
 _untraced = untraced(_native)
 
 
+def as_operand(x: Tensor, weight: Tensor) -> Tensor:
+    """x in the precision in which it is multiplied by `weight`: autocast's inside it."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x.to(weight.dtype)
+
+
 def grouped_mm(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor, equal: bool = False) -> Tensor:
     """x of each group times the group's matrix, [N, M].
 
@@ -29,11 +37,8 @@ def grouped_mm(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor, equal: bool = False)
     rows. Inside autocast both operands take its dtype (the native product is not on its list).
     """
     kind = x_NK.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        x_NK, w_EKM = x_NK.to(dtype), w_EKM.to(dtype)
-    elif x_NK.dtype != w_EKM.dtype:
-        x_NK = x_NK.to(w_EKM.dtype)
+    x_NK = as_operand(x_NK, w_EKM)
+    w_EKM = w_EKM.to(x_NK.dtype)
     n_groups, width_in, width_out = w_EKM.shape
     if n_groups == 1:
         return x_NK @ w_EKM[0]

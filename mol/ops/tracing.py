@@ -12,6 +12,11 @@ import torch
 _functions: dict[str, Callable] = {}
 
 
+def has_kernels(tensor: torch.Tensor) -> bool:
+    """Whether the project's Triton kernels take this tensor: any on CUDA but fp64."""
+    return tensor.is_cuda and tensor.dtype != torch.float64
+
+
 def untraced(function: Callable) -> Callable:
     """Mark a function whose sizes are host numbers: a trace would be redone for each batch."""
     name = f"{function.__module__}.{function.__qualname__}"

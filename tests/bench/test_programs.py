@@ -229,12 +229,12 @@ def test_paths_compute_the_stage(layer, length):
     x_BTD = torch.randn(3, length, 32, dtype=torch.float64)
     expected = reference_stage(stage, x_BTD, rope)
     paths = [loop, batched] + [dense_restricted] * (layer.attention == "softmax")
-    _, balance, routes = stage(x_BTD, rope)
+    _, _, routes = stage(x_BTD, rope)
     for path in paths:
         with torch.no_grad():
             y_BTD, path_balance, path_routes = path(stage)(x_BTD, rope)
         torch.testing.assert_close(y_BTD, expected, rtol=0, atol=1e-12)
-        torch.testing.assert_close(path_balance.double(), balance.double())
+        assert path_balance.item() == 0  # no gradients, no loss
         assert routes is None or torch.equal(path_routes, routes)
 
 

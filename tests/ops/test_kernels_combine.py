@@ -78,7 +78,7 @@ def test_combine_and_its_gradients(name):
     base_XD = framed(tokens, width, dtype=residual)
     shared_XD = framed(tokens, width, dtype=dtype)
     leaves = [y_ND, weights_Xk, base_XD, shared_XD]
-    found = combine(y_ND, plan.inverse_N, plan.order_N, *leaves[1:], 0.25, 0.5)
+    found = combine(y_ND, plan.inverse_N, *leaves[1:], 0.25, 0.5, plan.slots)
     assert found.dtype == residual
     plain = y, weights, base, shared = [double(t) for t in leaves]
     expected = base + 0.25 * shared + 0.5 * plan.combine(y, weights)
@@ -97,7 +97,7 @@ def test_absent_operands(absent, tokens):
         if (name == "base" if absent == "all but base" else name not in absent)
     }
     operands = [present.get(name) for name in shapes]
-    found = combine(y_ND, plan.inverse_N, plan.order_N, *operands, 1.0, 0.5)
+    found = combine(y_ND, plan.inverse_N, *operands, 1.0, 0.5, plan.slots)
     plain_y_ND, plain = double(y_ND), {name: double(t) for name, t in present.items()}
     expected = 0.5 * plan.combine(plain_y_ND, plain.get("weights"))
     for name in ("base", "shared"):
@@ -109,7 +109,7 @@ def test_absent_operands(absent, tokens):
 def test_gradient_of_the_residual_is_passed_on():
     plan = routes(1, 3, 2, 4)
     y_ND, base_XD = framed(6, 8, dtype=FP32), framed(3, 8, dtype=FP32)
-    out_XD = combine(y_ND, plan.inverse_N, plan.order_N, None, base_XD, None, 1.0, 1.0)
+    out_XD = combine(y_ND, plan.inverse_N, None, base_XD, None, 1.0, 1.0, plan.slots)
     loss = torch.randn(3, 8, device=DEVICE)
     (gradient,) = torch.autograd.grad(out_XD, base_XD, loss)
     assert gradient.data_ptr() == loss.data_ptr()
@@ -120,7 +120,7 @@ def test_gather_and_its_gradient(name):
     batch, length, slots, n_blocks, width, dtype, _ = CASES[name]
     plan = routes(batch, length, slots, n_blocks)
     x_XD = framed(batch * length, width, dtype=dtype)
-    found = gather(x_XD, plan.order_N, plan.inverse_N, slots)
+    found = gather(x_XD, plan.inverse_N, slots)
     assert torch.equal(found, x_XD[plan.order_N // slots])
     plain_x_XD = double(x_XD)
     check(found, plan.gather(plain_x_XD), [x_XD], [plain_x_XD])
@@ -131,9 +131,9 @@ def test_operands_with_gaps_between_rows():
     wide_ND = framed(10, 2 * width, dtype=FP32)
     wide_XD = framed(5, 2 * width, dtype=FP32)
     y_ND, x_XD = wide_ND[:, :width], wide_XD[:, width:]
-    found = combine(y_ND, plan.inverse_N, plan.order_N, None, x_XD, None, 1.0, 1.0)
+    found = combine(y_ND, plan.inverse_N, None, x_XD, None, 1.0, 1.0, plan.slots)
     torch.testing.assert_close(found, x_XD + plan.combine(y_ND))
-    rows_ND = gather(x_XD, plan.order_N, plan.inverse_N, 2)
+    rows_ND = gather(x_XD, plan.inverse_N, 2)
     assert torch.equal(rows_ND, x_XD[plan.order_N // 2])
 
 
@@ -155,8 +155,8 @@ def test_more_elements_than_a_32_bit_number_counts():
     x_XD = torch.zeros(tokens, width, dtype=BF16, device=DEVICE)
     x_XD[-3:] = torch.randn(3, width, device=DEVICE).to(BF16)
     inverse_N = torch.arange(tokens, device=DEVICE)
-    rows_ND = gather(x_XD, inverse_N, inverse_N, 1)
+    rows_ND = gather(x_XD, inverse_N, 1)
     assert torch.equal(rows_ND, x_XD)
     weights_Xk = torch.full((tokens, 1), 2.0, device=DEVICE)
-    out_XD = combine(rows_ND, inverse_N, inverse_N, weights_Xk, x_XD, None, 1.0, 1.0)
+    out_XD = combine(rows_ND, inverse_N, weights_Xk, x_XD, None, 1.0, 1.0, 1)
     torch.testing.assert_close(out_XD[-3:].float(), 3 * x_XD[-3:].float(), rtol=2**-8, atol=0)

@@ -63,6 +63,7 @@ def chunked_gated_delta_rule(
     cu_seqlens: Tensor,
     state_SHde: Tensor | None = None,
     final_state: bool = False,
+    unit: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Same contract as `gated_delta_rule`; fp64 inputs are computed in fp64, others in fp32."""
     dtype = compute_dtype(q_NHd)
@@ -81,8 +82,8 @@ def chunked_gated_delta_rule(
         padded = padded.index_copy(0, table.slot_N, x_NHx.to(dtype))
         return padded.view(n_chunks, size, *x_NHx.shape[1:]).transpose(1, 2)
 
-    q = pad(l2norm(q_NHd.to(dtype)) * width**-0.5)
-    k, v = pad(l2norm(k_NHd.to(dtype))), pad(v_NHe)
+    q, k = (t.to(dtype) if unit else l2norm(t.to(dtype)) for t in (q_NHd, k_NHd))
+    q, k, v = pad(q * width**-0.5), pad(k), pad(v_NHe)
     beta, decay = pad(beta_NH[..., None]), pad(g_NH[..., None]).cumsum(2)  # decay = log G_t
     lower = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     # Masked before exp: above the diagonal the ratio can overflow.

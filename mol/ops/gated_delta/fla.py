@@ -37,6 +37,7 @@ def fla_gated_delta_rule(
     cu_seqlens: Tensor,
     state_SHde: Tensor | None = None,
     final_state: bool = False,
+    unit: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Same contract as `gated_delta_rule`. The kernels multiply in bf16 or TF32."""
     # Importing fla fails on a machine without Triton.
@@ -47,7 +48,7 @@ def fla_gated_delta_rule(
         *(t.contiguous()[None] for t in (q_NHd, k_NHd, v_NHe, g_NH.float(), beta_NH)),
         initial_state=state_SHde,
         output_final_state=final_state,
-        use_qk_l2norm_in_kernel=True,
+        use_qk_l2norm_in_kernel=not unit,
         cu_seqlens=cu_seqlens,
         chunk_indices=chunk_table(cu_seqlens, q_NHd.shape[0]),
     )

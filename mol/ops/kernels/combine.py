@@ -83,39 +83,8 @@ def _launch(kernel, tokens: int, width: int, slots: int, *args, whole: bool = Fa
     )  # fmt: skip
 
 
-def combine(
-    y_ND: Tensor,
-    inverse_N: Tensor,
-    order_N: Tensor,
-    weights_Xk: Tensor | None,
-    base_XD: Tensor | None,
-    shared_XD: Tensor | None,
-    shared_scale: float,
-    scale: float,
-) -> Tensor:
-    """base + shared_scale shared + scale sum_j weights_j y[inverse of (x, j)], [X, D] (Eq. 2).
-
-    Absent operands are skipped; at least one must tell the number of tokens. Weights are fp32;
-    sums are fp32 and rounded once, to the widest dtype among y, base and shared: an fp32 residual
-    stays fp32 beside bf16 blocks. `order_N` belongs to the plan's pair of permutations; a pass
-    over tokens needs the inverse alone.
-    """
-    of_tokens = [t for t in (weights_Xk, base_XD, shared_XD) if t is not None]
-    assert of_tokens, "nothing tells the number of tokens"
-    slots = inverse_N.shape[0] // of_tokens[0].shape[0]
-    return _combine(y_ND, inverse_N, weights_Xk, base_XD, shared_XD, shared_scale, scale, slots)
-
-
-def gather(x_XD: Tensor, order_N: Tensor, inverse_N: Tensor, slots: int) -> Tensor:
-    """Rows of the tokens in packed order, [N, D]; a token appears `slots` times.
-
-    The gradient is the fp32 sum of a token's rows. `order_N` as in `combine`.
-    """
-    return _gather(x_XD, inverse_N, slots)
-
-
 @torch.library.custom_op("mol::combine", mutates_args=())
-def _combine(
+def combine(
     y_ND: Tensor,
     inverse_N: Tensor,
     weights_Xk: Tensor | None,
@@ -125,6 +94,11 @@ def _combine(
     scale: float,
     slots: int,
 ) -> Tensor:
+    """base + shared_scale shared + scale sum_j weights_j y[inverse of (x, j)], [X, D] (Eq. 2).
+
+    Absent operands are skipped. Weights are fp32; sums are fp32 and rounded once, to the widest
+    dtype among y, base and shared: an fp32 residual stays fp32 beside bf16 blocks.
+    """
     out_XD = _combined(y_ND, inverse_N, weights_Xk, base_XD, shared_XD, shared_scale, scale, slots)
     operands = (y_ND, inverse_N, weights_Xk, base_XD, shared_XD)
     operands = (t if t is None else t.contiguous() for t in operands)
@@ -132,7 +106,7 @@ def _combine(
     return out_XD
 
 
-@_combine.register_fake
+@combine.register_fake
 def _combined(
     y_ND: Tensor,
     inverse_N: Tensor,
@@ -217,18 +191,20 @@ def _grad_combine(ctx, grad_XD):
     )
 
 
-_combine.register_autograd(_grad_combine, setup_context=_save_combine)
+combine.register_autograd(_grad_combine, setup_context=_save_combine)
 
 
 @torch.library.custom_op("mol::gather", mutates_args=())
-def _gather(x_XD: Tensor, inverse_N: Tensor, slots: int) -> Tensor:
+def gather(x_XD: Tensor, inverse_N: Tensor, slots: int) -> Tensor:
+    """Rows of the tokens in packed order, [N, D]; a token appears `slots` times. The gradient is
+    the fp32 sum of a token's rows."""
     rows_ND = _gathered(x_XD, inverse_N, slots)
     operands = (x_XD.contiguous(), None, inverse_N.contiguous(), None, rows_ND, None, None)
     _launch(_spread, *x_XD.shape, slots, *operands, x_XD.shape[0], 1.0, 1.0)
     return rows_ND
 
 
-@_gather.register_fake
+@gather.register_fake
 def _gathered(x_XD: Tensor, inverse_N: Tensor, slots: int) -> Tensor:
     return x_XD.new_empty(inverse_N.shape[0], x_XD.shape[1])
 
@@ -240,7 +216,7 @@ def _save_gather(ctx, inputs, output) -> None:
 
 def _grad_gather(ctx, grad_ND):
     (inverse_N,) = ctx.saved_tensors
-    return _combine(grad_ND, inverse_N, None, None, None, 1.0, 1.0, ctx.slots), None, None
+    return combine(grad_ND, inverse_N, None, None, None, 1.0, 1.0, ctx.slots), None, None
 
 
-_gather.register_autograd(_grad_gather, setup_context=_save_gather)
+gather.register_autograd(_grad_gather, setup_context=_save_gather)

@@ -1,0 +1,107 @@
+"""What stands between the products of a block: one kernel each on CUDA, PyTorch elsewhere.
+
+The PyTorch side is what the kernels are compared with by `mol selfcheck`, and all that fp64 runs.
+
+Shape suffixes: N packed rows, E blocks, M width of a block, H heads, d = M / H, C = 3 M channels
+(q, k, v), J taps, G = 2 H rates (a, b), P = 3 M projected columns.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mol.ops.attention import Rope
+from mol.ops.dispatch import RoutePlan
+from mol.ops.short_conv import short_conv
+from mol.ops.tracing import has_kernels
+
+EPS = 1e-5
+
+
+def norm(h_NM: Tensor, weight_EM: Tensor, plan: RoutePlan) -> Tensor:
+    """RMSNorm(h) times the weight of the row's block."""
+    if has_kernels(h_NM):
+        from mol.ops.kernels import norm as kernels
+
+        return kernels.norm(h_NM, weight_EM, plan.offs_E, EPS)
+    normed_NM = F.rms_norm(h_NM, h_NM.shape[-1:], eps=EPS).to(h_NM.dtype)
+    return normed_NM * plan.expand(weight_EM.to(h_NM.dtype))
+
+
+def add_norm(
+    h_NM: Tensor, a_NM: Tensor, bias_EM: Tensor | None, weight_EM: Tensor, plan: RoutePlan
+) -> tuple[Tensor, Tensor]:
+    """(a + bias, norm(h + a + bias)), bias and weight those of the row's block."""
+    if has_kernels(h_NM):
+        from mol.ops.kernels import norm as kernels
+
+        return kernels.add_norm(h_NM, a_NM, bias_EM, weight_EM, plan.offs_E, EPS)
+    if bias_EM is not None:
+        a_NM = a_NM + plan.expand(bias_EM.to(a_NM.dtype))
+    return a_NM, norm(h_NM + a_NM, weight_EM, plan)
+
+
+def biased_heads(
+    qkv_NP: Tensor, bias_EP: Tensor, heads: int, rope: Rope, plan: RoutePlan, start: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [N, H, d] with their block's bias, q and k rotated to `start` + the rows' times."""
+    end = start + plan.length
+    if has_kernels(qkv_NP):
+        from mol.ops.kernels.rope import bias_rope
+
+        cos_TR, sin_TR = rope.tables(end, qkv_NP.device, torch.float32)
+        shifted = cos_TR[start:], sin_TR[start:]
+        return bias_rope(qkv_NP, bias_EP, *shifted, plan.time_N, plan.offs_E)
+    qkv_NP = qkv_NP + plan.expand(bias_EP.to(qkv_NP.dtype))
+    q, k, v = qkv_NP.view(qkv_NP.shape[0], 3, heads, -1).unbind(1)
+    time_N = plan.time_N + start
+    return rope(q, time_N, end), rope(k, time_N, end), v
+
+
+def delta_inputs(
+    qkv_NC: Tensor,
+    ab_NG: Tensor,
+    filters_ECJ: Tensor,
+    decay_log_EH: Tensor,
+    dt_bias_EH: Tensor,
+    plan: RoutePlan,
+    before_NC: Tensor | None = None,
+) -> tuple[tuple[Tensor, ...], bool]:
+    """((q, k, v [N, H, d], log decay g and step beta [N, H]), whether q and k are unit vectors).
+
+    q, k, v are SiLU of the causal convolution inside the segment, plus `before`, the part of what
+    stood before it; g = -exp(decay_log) softplus(a + dt_bias), beta = sigmoid(b).
+    """
+    heads = decay_log_EH.shape[1]
+    if has_kernels(qkv_NC) and before_NC is None:
+        from mol.ops.kernels import mix
+
+        weights = filters_ECJ, decay_log_EH, dt_bias_EH
+        return mix.delta_inputs(qkv_NC, ab_NG, *weights, plan.within_N, plan.offs_E), True
+    mixed_NC = short_conv(qkv_NC, filters_ECJ.to(qkv_NC.dtype), plan)
+    if before_NC is not None:
+        mixed_NC = mixed_NC + before_NC
+    q, k, v = F.silu(mixed_NC).view(mixed_NC.shape[0], 3, heads, -1).unbind(1)
+    return (q, k, v, *rates(ab_NG, decay_log_EH, dt_bias_EH, plan)), False
+
+
+def rates(
+    ab_NG: Tensor, decay_log_EH: Tensor, dt_bias_EH: Tensor, plan: RoutePlan
+) -> tuple[Tensor, Tensor]:
+    """Log decay and step size, fp32 at least: the decay is summed over whole segments."""
+    a_NH, b_NH = ab_NG.chunk(2, -1)
+    wide = torch.promote_types(a_NH.dtype, torch.float32)
+    rate_NH = plan.expand(decay_log_EH.to(wide)).exp()
+    bias_NH = plan.expand(dt_bias_EH.to(wide))
+    return -rate_NH * F.softplus(a_NH.to(wide) + bias_NH), b_NH.sigmoid()
+
+
+def gated_norm(o_NHd: Tensor, gate_NM: Tensor, weight_Ed: Tensor, plan: RoutePlan) -> Tensor:
+    """RMSNorm(o) per head times the block's weight, times SiLU(gate), [N, M]."""
+    if has_kernels(gate_NM):
+        from mol.ops.kernels import mix
+
+        return mix.gated_norm(o_NHd, gate_NM, weight_Ed, plan.offs_E, EPS)
+    normed_NHd = F.rms_norm(o_NHd, o_NHd.shape[-1:], eps=EPS).to(gate_NM.dtype)
+    scaled_NHd = normed_NHd * plan.expand(weight_Ed.to(normed_NHd.dtype))[:, None]
+    return scaled_NHd.reshape(gate_NM.shape) * F.silu(gate_NM)

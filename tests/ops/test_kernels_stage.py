@@ -1,0 +1,56 @@
+"""A stage computed by the kernels, as on a GPU, against the loop over blocks from the equations."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from mol.model import split_stage
+from mol.model.config import SplitLayer
+from mol.model.reference import reference_balance, reference_stage
+from mol.model.split_stage import SplitStage
+from mol.ops import dispatch, glue
+from mol.ops.attention import Rope
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LAYERS = {
+    "softmax": dict(n_blocks=5, top_k=3),
+    "hybrid": dict(n_blocks=6, n_shared=1, top_k=2, attention="deltanet"),
+    "two shared": dict(n_blocks=6, n_shared=2, top_k=1, attention="deltanet", divide_by_k=False),
+    "all weights, unit shared": dict(
+        n_blocks=5, n_shared=1, top_k=2, weights_over="all", shared_weight="unit"
+    ),
+    "full": dict(n_blocks=4, top_k=2, coverage="full", attention="deltanet"),
+    "uniform": dict(n_blocks=3, top_k=3, coverage="full", router="none"),
+    "one block": dict(n_blocks=1, top_k=1, coverage="full"),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("length", [1, 21])
+def test_outputs_and_all_gradients(name, length, monkeypatch):
+    for module in (split_stage, dispatch, glue):
+        monkeypatch.setattr(module, "has_kernels", lambda tensor: True)
+    torch.manual_seed(0)
+    layer = SplitLayer(d_thin=32, n_heads=2, d_ff=24, **LAYERS[name])
+    with torch.device(DEVICE):
+        stage, rope = SplitStage(layer, 48), Rope(16)
+        stage.init_weights(0.3, 0.3)
+        x_BTD = torch.randn(3, length, 48, requires_grad=True)
+        toward_BTD = torch.randn(3, length, 48)
+
+    def outcome(y_BTD, balance):
+        loss = (y_BTD * toward_BTD).sum() + balance
+        leaves = [x_BTD, *stage.parameters()]
+        return [y_BTD, *torch.autograd.grad(loss, leaves, materialize_grads=True)]
+
+    y_BTD, balance, _ = stage(x_BTD, rope)
+    found = outcome(y_BTD, balance)
+    for module in (split_stage, dispatch, glue):
+        monkeypatch.undo()
+    plain_balance = 0.0 if stage.router is None else reference_balance(stage, x_BTD)
+    expected = outcome(reference_stage(stage, x_BTD, rope), plain_balance)
+    names = ["y", "x", *dict(stage.named_parameters())]
+    for what, mine, plain in zip(names, found, expected, strict=True):
+        scale = plain.abs().max().clamp(min=1.0).item()
+        torch.testing.assert_close(mine, plain, rtol=0, atol=2e-5 * scale, msg=what)
