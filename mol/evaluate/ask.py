@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -17,25 +18,45 @@ from mol.evaluate.trained import open_run
 from mol.plan.spec import ZeroShotSpec
 
 
-def asked(
-    names: Sequence[str],
-    loaded: ItemSets,
-    limit: int | None,
-    tokenizer: Tokenizer,
-    prefix_token: int,
-    max_length: int,
-) -> dict[str, list[Pair]]:
+class Prepared(NamedTuple):
+    """Items and a tokenizer, of which the harness's requests are made."""
+
+    loaded: ItemSets
+    names: tuple[str, ...]  # tasks whose items are there
+    tokenizer: Tokenizer
+    tokenizer_sha256: str
+    prefix_token: int
+
+
+def prepared(names: tuple[str, ...], items: Path, corpus: Path) -> Prepared:
+    """The items of the tasks `names` and the tokenizer of a prepared corpus.
+
+    Raises UserError when the tokenizer or all items are absent or wrong.
+    """
+    check_tasks(names)
+    meta = load_meta(corpus)
+    check_tokenizer(corpus, meta)
+    if meta.eos_id is None:
+        raise UserError(f"{corpus}: its tokenizer has no end-of-text token to condition on")
+    loaded = load_sets(items, load_index(items), tuple(SETS[name] for name in names))
+    left = tuple(name for name in names if SETS[name] not in loaded.missing)
+    if not left:
+        raise UserError(f"no task is left: {next(iter(loaded.missing.values()))}")
+    return Prepared(loaded, left, load_tokenizer(corpus), meta.tokenizer_sha256, meta.eos_id)
+
+
+def asked(found: Prepared, limit: int | None, max_length: int) -> dict[str, list[Pair]]:
     """Task -> its pairs, in the harness's order."""
-    stock = load_stock_tasks(tuple(names), loaded.tables, limit)
-    found = {}
-    for name in names:
+    stock = load_stock_tasks(found.names, found.loaded.tables, limit)
+    of_task = {}
+    for name in found.names:
         collector = Collector(max_length)
-        model = HarnessModel(collector, tokenizer, prefix_token=prefix_token)
+        model = HarnessModel(collector, found.tokenizer, prefix_token=found.prefix_token)
         for task in stock.members(name):
             task.build_all_requests(tokenizer_name=model.tokenizer_name)
             model.loglikelihood(task.instances)
-        found[name] = collector.pairs
-    return found
+        of_task[name] = collector.pairs
+    return of_task
 
 
 def collect(
@@ -46,21 +67,12 @@ def collect(
     `corpus` is a prepared folder with the model's tokenizer where the run itself is not at hand.
     Raises UserError when the tokenizer or all items are absent or wrong.
     """
-    check_tasks(spec.tasks)
-    if corpus is None:
-        corpus = open_run(spec, results).corpus
-    meta = load_meta(corpus)
-    check_tokenizer(corpus, meta)
-    if meta.eos_id is None:
-        raise UserError(f"{corpus}: its tokenizer has no end-of-text token to condition on")
-    loaded = load_sets(items, load_index(items), tuple(SETS[name] for name in spec.tasks))
-    names = tuple(name for name in spec.tasks if SETS[name] not in loaded.missing)
-    if not names:
-        raise UserError(f"no task is left: {next(iter(loaded.missing.values()))}")
-    of_task = asked(names, loaded, spec.limit, load_tokenizer(corpus), meta.eos_id, spec.max_length)
+    found = prepared(spec.tasks, items, corpus or open_run(spec, results).corpus)
+    loaded = found.loaded
+    of_task = asked(found, spec.limit, spec.max_length)
     head = Head(
-        tokenizer_sha256=meta.tokenizer_sha256,
-        tasks=names,
+        tokenizer_sha256=found.tokenizer_sha256,
+        tasks=found.names,
         limit=spec.limit,
         items={
             f"{name} {split}": file.items_sha256

@@ -1,6 +1,7 @@
 """`mol zeroshot`: prepare the items once, then score trained runs on them."""
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -45,6 +46,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     pairs.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a prepared corpus")
     pairs.add_argument("--out", type=Path, required=True, metavar="FILE")
 
+    sanity = actions.add_parser("sanity", help="scores that are known beforehand, no run needed")
+    sanity.add_argument("--tokenizer", type=Path, metavar="FOLDER", required=True)
+    sanity.add_argument("--items", type=Path, default=ITEMS, help=f"default: {ITEMS}")
+    sanity.add_argument("--limit", type=int, default=100, help="items a task; default 100")
+    sanity.add_argument("--json", action="store_true", help="print a list of rows")
+
     score = actions.add_parser("score", help="score a file of pairs; needs no lm-eval")
     add_run_arguments(score)
     _add_place(score)
@@ -60,7 +67,13 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    actions = {"prepare": _prepare, "run": _run, "pairs": _pairs, "score": _score}
+    actions = {
+        "prepare": _prepare,
+        "run": _run,
+        "pairs": _pairs,
+        "score": _score,
+        "sanity": _sanity,
+    }
     return actions[args.action](args)
 
 
@@ -134,6 +147,34 @@ def _pairs(args: argparse.Namespace) -> int:
     for line in collect(spec, args.results, items, args.tokenizer, args.out):
         print(line)
     return 0
+
+
+def _sanity(args: argparse.Namespace) -> int:
+    """Exits 1 when a score is not what it must be."""
+    if args.limit < 1:
+        raise UserError(f"--limit {args.limit}: must be at least 1")
+    _offline()
+    from mol.evaluate.ask import prepared
+    from mol.evaluate.sanity import sanity_rows
+    from mol.evaluate.tasks import SETS, load_stock_tasks
+
+    found = prepared(tuple(SETS), args.items, args.tokenizer)
+    stock = load_stock_tasks(found.names, found.loaded.tables, args.limit)
+    rows, wanted = sanity_rows(
+        stock, found.names, found.loaded.files, found.tokenizer, found.prefix_token, 2048
+    )
+    if args.json:
+        print(json.dumps([row._asdict() for row in rows], indent=1))
+    else:
+        for row in rows:
+            ties, n = wanted[row.task, row.metric][3:]
+            z = "" if row.z is None else f", z = {row.z:+.2f}"
+            print(
+                f"{row.task:16} {row.metric:8} {row.model:15} {row.value:.4f} "
+                f"(must be {row.expected:.4f}{z}; {ties} of {n} items tie) "
+                f"{'holds' if row.holds else 'FAILS'}"
+            )
+    return int(not all(row.holds for row in rows))
 
 
 def _score(args: argparse.Namespace) -> int:

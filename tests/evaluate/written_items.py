@@ -24,18 +24,18 @@ def noun_phrases(rng: random.Random, count: int) -> list[str]:
     return [" ".join([first, *rng.choices(NOUNS, k=rng.randint(0, 5))]) for first in firsts]
 
 
-def written_tables() -> dict[tuple[str, str], pa.Table]:
-    """A few items of every set with the hub's columns."""
+def written_tables(count: int = 6) -> dict[tuple[str, str], pa.Table]:
+    """`count` items of every set with the hub's columns, one to three of each subject."""
     rng = random.Random(11)
     found: dict[tuple[str, str], list[dict]] = {}
 
     def add(name: str, split: str, row: dict) -> None:
         found.setdefault((name, split), []).append(row)
 
-    for i in range(6):
+    for i in range(count):
         options = noun_phrases(rng, 4)
         add("hellaswag", "validation", {
-            "activity_label": "Having  fun", "ctx_a": f"The {options[0]} [step] is old.",
+            "activity_label": "Having  fun", "ctx_a": f"The {options[0]} of {i} [step] is old.",
             "ctx_b": "she", "endings": [f"goes on [title] {o} ." for o in options],
             "label": str(i % 4),
         })  # fmt: skip
@@ -44,7 +44,7 @@ def written_tables() -> dict[tuple[str, str], pa.Table]:
             "label": i % 2,
         })  # fmt: skip
         add("winogrande", "validation", {
-            "sentence": f"The {options[0]} beat the {options[1]} because _ was strong.",
+            "sentence": f"In {i} the {options[0]} beat the {options[1]} because _ was strong.",
             "option1": options[0], "option2": options[1], "answer": str(1 + i % 2),
         })  # fmt: skip
         for name in ("arc_easy", "arc_challenge"):
