@@ -127,7 +127,7 @@ def _jsonl(path: Path, column: str) -> Iterator[str]:
                 row = json.loads(line.decode("utf-8")) if line.strip() else None
             except UnicodeDecodeError as error:
                 raise _not_utf8(path, offset + error.start) from None
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{where}: not JSON ({error}); one object a line") from None
             offset += len(line)
             if not line.strip():
@@ -139,6 +139,10 @@ def _jsonl(path: Path, column: str) -> Iterator[str]:
             if not isinstance(row[column], str):
                 kind = type(row[column]).__name__
                 raise UserError(f"{where}: {column!r} is of type {kind}, need a string")
+            try:
+                row[column].encode()
+            except UnicodeEncodeError:
+                raise UserError(f"{where}: {column!r} holds half a surrogate pair") from None
             yield row[column]
 
 

@@ -109,9 +109,7 @@ def check_tokenizer(folder: Path, meta: CorpusMeta, wanted: str | None = None) -
 
 
 def verify(folder: Path, meta: CorpusMeta) -> None:
-    """Check every file of the folder against meta.json."""
+    """Check tokenizer and shards against meta.json."""
     check_tokenizer(folder, meta)
     for split in meta.splits:
         check_split(folder, meta, split)
-    if not (Path(folder) / TOKEN_BYTES).exists():
-        raise UserError(f"{Path(folder) / TOKEN_BYTES}: missing; delete the folder and prepare it")

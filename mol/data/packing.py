@@ -30,6 +30,7 @@ from mol.data.tokenizers import (
     PAD,
     gpt2_tokenizer,
     limited,
+    load_token_bytes,
     load_tokenizer,
     token_bytes,
     train_bpe,
@@ -77,6 +78,7 @@ def _existing(spec: DataSpec, out: Path) -> CorpusMeta:
             if Path(name).exists() and sha256_file(Path(name)) != sha256:
                 raise UserError(f"{name}: changed since {out} was prepared; delete that folder")
     verify(out, meta)
+    load_token_bytes(out, load_tokenizer(out))
     return meta
 
 

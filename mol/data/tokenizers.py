@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mol.base import UserError
-from mol.data.meta import TOKENIZER
+from mol.data.meta import TOKEN_BYTES, TOKENIZER
 
 PAD, EOS, GPT2_EOS = "<pad>", "<eos>", "<|endoftext|>"
 CHARACTERS_PER_TOKEN = 8  # above any English tokenizer's mean, so no packed text is left unseen
@@ -81,3 +81,16 @@ def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
         if token not in special:
             sizes[index] = len(token)
     return sizes
+
+
+def load_token_bytes(folder: Path, tokenizer: Tokenizer) -> np.ndarray:
+    """The sizes in a corpus folder, as `token_bytes` gives them. UserError if they are not those
+    of its tokenizer: figures per byte would be wrong without a sign of it."""
+    path = Path(folder) / TOKEN_BYTES
+    try:
+        sizes_V = np.load(path)
+    except (OSError, ValueError, EOFError):
+        sizes_V = None
+    if sizes_V is None or not np.array_equal(sizes_V, token_bytes(tokenizer)):
+        raise UserError(f"{path}: absent or damaged; delete the folder and prepare it again")
+    return sizes_V

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 
 from mol.data.loader import eval_sequences
+from mol.data.tokenizers import load_token_bytes, load_tokenizer
 from mol.model.config import ModelConfig, SplitLayer
 from mol.ops.cross_entropy import linear_cross_entropy
 from mol.store.record import Metric, Protocol
@@ -133,8 +133,8 @@ def mean_and_error(tally: Tally) -> tuple[float, float | None]:
 def text_size(folder: Path, targets: list[np.ndarray]) -> tuple[int, int]:
     """Bytes and whitespace-separated words of the scored tokens. A word cut by a sequence
     boundary counts on both sides."""
-    token_bytes = np.load(folder / "token_bytes.npy")
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder)
+    token_bytes = load_token_bytes(folder, tokenizer)
     texts = tokenizer.decode_batch([ids.tolist() for ids in targets])
     return sum(int(token_bytes[ids].sum()) for ids in targets), sum(len(t.split()) for t in texts)
 

@@ -16,10 +16,10 @@ from tokenizers import Tokenizer
 from mol.base import UserError
 from mol.data.config import DataSpec, WheelSource
 from mol.data.detokenize import plain_line
-from mol.data.meta import TOKEN_BYTES, CorpusMeta, Split, check_split, load_meta
+from mol.data.meta import CorpusMeta, Split, check_split, load_meta
 from mol.data.shards import write_shard
 from mol.data.sources import open_text
-from mol.data.tokenizers import load_tokenizer
+from mol.data.tokenizers import load_token_bytes, load_tokenizer
 from mol.evaluate.perplexity import Tally, perplexity_metrics, scoring_batch
 from mol.evaluate.windows import piece_windows
 from mol.ops.cross_entropy import linear_cross_entropy
@@ -170,8 +170,8 @@ class Matrix:
         self.model, self.trained, self.split = model, trained, split
         self.device, self.bf16 = device, bf16
         self.meta = load_meta(corpus)
-        self.sizes_V = np.load(corpus / TOKEN_BYTES)
         self.tokenizer = load_tokenizer(corpus)
+        self.sizes_V = load_token_bytes(corpus, self.tokenizer)
         self.rows: list[MatrixRow] = []
 
     def readings(self, ids: np.ndarray, limit: int | None) -> list[Reading]:
