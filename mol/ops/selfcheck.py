@@ -172,6 +172,11 @@ def _comparisons(device: torch.device, dtype: torch.dtype) -> Iterator[tuple]:
         for coverage in ("routed", "full"):
             name = f"one-pass stage, {attention}, {coverage}"
             yield (name, *_stage(attention, coverage, device, dtype), STAGE_TOLERANCES[dtype])
+    # Imported here, as models import this package.
+    from mol.ops.selfcheck_step import decode_steps
+
+    for name, fast, plain in decode_steps(device, dtype):
+        yield name, fast, plain, STAGE_TOLERANCES[dtype]
 
 
 def _decode(draw: Callable, device: torch.device, tolerance: float) -> Iterator[tuple]:

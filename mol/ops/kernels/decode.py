@@ -305,39 +305,44 @@ def up(
     COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y = x (+ added) + scaled sums over the token's rows of (values + parts) W_up, in fixed
-    order. The tile of the next turn is under way while one is multiplied."""
+    order. All first loads are under way before any sum, and those of the next turn during one."""
     token, tile = tl.program_id(0), tl.program_id(1)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
-    blocks, weights = block + token * SLOTS, weight + token * SLOTS
+    blocks, weights, pair = block + token * SLOTS, weight + token * SLOTS, S * B + token * SLOTS
     if S:
         shared_tile = _stacked_tile(w_shared, block, 0, column, S, K, M, False, DEEP_SHARED)
     if SLOTS:
         routed_tile = _stacked_tile(w_routed, blocks, 0, column, SLOTS, K, M, True, DEEP_ROUTED)
     wait_for_inputs(PDL)
+    if S:
+        shared_part = _stacked_values(
+            values, parts, stride, weights, 0, token, B, S, K, PARTS, False, DEEP_SHARED
+        )
+    if SLOTS:
+        routed_part = _stacked_values(
+            values, parts, stride, weights, 0, pair, 1, SLOTS, K, PARTS, True, DEEP_ROUTED
+        )
     total = tl.load(x + token * M + column, mask=column < M, other=0.0).to(tl.float32)
     if ADD:
         total += tl.load(added + token * M + column, mask=column < M, other=0.0)
     if S:
-        for first in range(0, S * K, DEEP_SHARED):
-            after = _stacked_tile(
-                w_shared, block, first + DEEP_SHARED, column, S, K, M, False, DEEP_SHARED
-            )
-            part = _stacked_values(
+        for first in range(DEEP_SHARED, S * K + DEEP_SHARED, DEEP_SHARED):
+            next_tile = _stacked_tile(w_shared, block, first, column, S, K, M, False, DEEP_SHARED)
+            next_part = _stacked_values(
                 values, parts, stride, weights, first, token, B, S, K, PARTS, False, DEEP_SHARED
             )
-            total += scale_shared * product(shared_tile, part)
-            shared_tile = after
+            total += scale_shared * product(shared_tile, shared_part)
+            shared_tile, shared_part = next_tile, next_part
     if SLOTS:
-        for first in range(0, SLOTS * K, DEEP_ROUTED):
-            after = _stacked_tile(
-                w_routed, blocks, first + DEEP_ROUTED, column, SLOTS, K, M, True, DEEP_ROUTED
+        for first in range(DEEP_ROUTED, SLOTS * K + DEEP_ROUTED, DEEP_ROUTED):
+            next_tile = _stacked_tile(
+                w_routed, blocks, first, column, SLOTS, K, M, True, DEEP_ROUTED
             )
-            part = _stacked_values(
-                values, parts, stride, weights, first, S * B + token * SLOTS, 1, SLOTS, K, PARTS,
-                True, DEEP_ROUTED,
-            )  # fmt: skip
-            total += scale_routed * product(routed_tile, part)
-            routed_tile = after
+            next_part = _stacked_values(
+                values, parts, stride, weights, first, pair, 1, SLOTS, K, PARTS, True, DEEP_ROUTED
+            )
+            total += scale_routed * product(routed_tile, routed_part)
+            routed_tile, routed_part = next_tile, next_part
     tl.store(y + token * M + column, total.to(y.dtype.element_ty), mask=column < M)
 
 
