@@ -1,5 +1,6 @@
 """Where the weights, the record and the tokenizer of a trained model lie."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -45,8 +46,8 @@ def find_checkpoint(name: str, results: Path, config: Config, data: Path | None)
         if "config" in metadata and _stored_model(folder / WEIGHTS, metadata) != model:
             raise UserError(f"{folder / WEIGHTS}: of another model than the record's; train anew")
     wanted = metadata.get("tokenizer_sha256", "")
-    if folder.parent.parent.name == "runs":
-        results = folder.parents[2]
+    if folder.resolve().parent.parent.name == "runs":
+        results = folder.resolve().parents[2]
     corpus = data or _corpus(folder, results, record, wanted)
     meta = load_meta(corpus)
     check_tokenizer(corpus, meta, wanted)
@@ -110,8 +111,9 @@ def _corpus(folder: Path, results: Path, record: Record | None, tokenizer: str) 
     if record is not None:
         return corpus_folder(results, record.spec.scale, record.spec.data.folder)
     for meta in sorted(results.glob(f"data/*/*/{META}")):
-        if load_meta(meta.parent).tokenizer_sha256 == tokenizer:
-            return meta.parent
+        with contextlib.suppress(UserError):  # a broken corpus is not the one looked for
+            if load_meta(meta.parent).tokenizer_sha256 == tokenizer:
+                return meta.parent
     raise UserError(
         f"{folder}: no corpus under {results / 'data'} has its tokenizer {tokenizer[:12]}; "
         "name the corpus folder with --data"

@@ -15,6 +15,7 @@ from transformers.utils.generic import can_return_tuple
 
 from mol.export.cache import MoLCache, room_for
 from mol.export.configuration_mol import MoLConfig
+from mol.export.padding import real_columns, turned
 from mol.model.transformer import LanguageModel
 
 if "cache" not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
@@ -73,7 +74,12 @@ class MoLForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # `forward` makes its own
+        return False  # it would hold keys and values alone
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if generation_config.use_cache is not False and model_kwargs.get("cache") is None:
+            model_kwargs["cache"] = MoLCache()
 
     @deprecate_kwarg("past_key_values", "6.0.0", new_name="cache")
     def prepare_inputs_for_generation(
@@ -213,33 +219,3 @@ class MoLForCausalLM(PreTrainedModel, GenerationMixin):
         if states is not None:
             states += layers
         return logits_BTV
-
-
-def turned(x_BTx: Tensor, by_B: Tensor) -> Tensor:
-    """Row b with its column `by_B[b]` first and those before it behind the last."""
-    column_T = torch.arange(x_BTx.shape[1], device=x_BTx.device)
-    from_BT = (column_T + by_B[:, None]) % x_BTx.shape[1]
-    return x_BTx[torch.arange(len(x_BTx), device=x_BTx.device)[:, None], from_BT]
-
-
-def real_columns(mask_BT: Tensor | None, ids_BT: Tensor) -> tuple[Tensor, Tensor] | None:
-    """First real column of each row and how many there are, or None without padding.
-    Raises ValueError unless the real columns of each row stand side by side."""
-    if mask_BT is None:
-        return None
-    if mask_BT.shape != ids_BT.shape:
-        raise ValueError(
-            f"attention_mask: shape {tuple(mask_BT.shape)} is not that of input_ids, "
-            f"{tuple(ids_BT.shape)}"
-        )
-    real_BT = mask_BT.to(ids_BT.device).bool()
-    if real_BT.all():
-        return None
-    first_B, length_B = real_BT.int().argmax(1), real_BT.sum(1)
-    if not length_B.all():
-        raise ValueError("attention_mask: a row has no token")
-    column_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
-    last_B = first_B + length_B
-    if not (real_BT == ((column_T >= first_B[:, None]) & (column_T < last_B[:, None]))).all():
-        raise ValueError("attention_mask: zeros between tokens; pad at the ends of a row only")
-    return first_B, length_B

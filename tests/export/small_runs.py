@@ -32,8 +32,8 @@ def family(model: ModelConfig) -> str:
 
 
 def families() -> dict[str, ModelConfig]:
-    """The first smoke model of each family of the plan, with a small vocabulary and two layers
-    (four where anchors stand among them)."""
+    """The first smoke model of each family of the plan, with a small vocabulary, two layers
+    (four where anchors stand among them) and at most 256 rank-1 experts."""
     found: dict[str, ModelConfig] = {}
     for run in plan("smoke"):
         if run.spec.kind == "train":
@@ -42,10 +42,15 @@ def families() -> dict[str, ModelConfig]:
 
 
 def _smaller(model: ModelConfig) -> ModelConfig:
-    change = {"vocab_size": VOCAB, "n_layers": 4 if model.anchor else 2}
+    changed = model.model_dump() | {"vocab_size": VOCAB, "n_layers": 4 if model.anchor else 2}
     if model.anchor:
-        change["anchor_at"] = (0, 3)
-    return ModelConfig.model_validate(model.model_dump() | change)
+        changed["anchor_at"] = (0, 3)
+    for layer in filter(None, (changed["layer"], changed["anchor"])):
+        mixture = layer.get("ffn") or layer.get("rank1")
+        if mixture:  # thousands of experts of one row take their time
+            mixture["n_experts"] = min(mixture["n_experts"], 256)
+            mixture["top_k"] = min(mixture["top_k"], 16)
+    return ModelConfig.model_validate(changed)
 
 
 FAMILIES = families()

@@ -12,12 +12,13 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from small_runs import FAMILIES, drawn
-from transformers import AutoTokenizer
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mol.cli import main
-from mol.data.tokenizers import load_tokenizer
+from mol.data.tokenizers import GPT2_EOS, gpt2_tokenizer, load_tokenizer
 from mol.export import MoLForCausalLM, bundle
-from mol.export.write import INDEX
+from mol.export.write import INDEX, hf_tokenizer
 from mol.store.record import load_record
 
 HYBRID = FAMILIES["split-rms-top-routed-linear-shared-deltanet"]
@@ -94,8 +95,9 @@ def test_every_family_loads_and_computes_the_same_without_this_package(results, 
         plain = drawn(FAMILIES[name])
         with torch.no_grad():
             assert torch.equal(found["logits"], plain.logits(plain(ids).hidden)), name
-            local = MoLForCausalLM.from_pretrained(folder)
+            local = AutoModelForCausalLM.from_pretrained(folder)  # registered, so it asks nothing
             text = local.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
+        assert type(local) is MoLForCausalLM
         assert torch.equal(found["text"], text), name
         assert found["batch"].shape[0] == 2
 
@@ -127,6 +129,23 @@ def test_the_tokenizer_is_the_runs_own(results, exported):
         assert theirs.decode(ids) == text
     batch = theirs(["the", "the quick brown fox"], padding=True)
     assert batch["attention_mask"][0][0] == 0 and set(batch) == {"input_ids", "attention_mask"}
+
+
+def test_end_of_text_pads_where_there_is_no_padding_token(results, tmp_path):
+    letters = sorted(ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate([*letters, GPT2_EOS])}
+    gpt2_tokenizer(json.dumps(vocabulary).encode(), b"#version").save(
+        str(tmp_path / "tokenizer.json")
+    )
+    meta = results.meta.model_copy(update={"eos_id": 256, "pad_id": None})
+    tokenizer = hf_tokenizer(tmp_path, meta)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    for made in (tokenizer, loaded):
+        assert (made.eos_token_id, made.pad_token_id, made.bos_token) == (256, 256, None)
+        batch = made(["ab", "abcd"], padding=True)
+        assert batch["input_ids"][0][:2] == [256, 256]
+        assert batch["attention_mask"][0] == [0, 0, 1, 1]
 
 
 def test_the_card_holds_the_record(results, exported):

@@ -1,6 +1,8 @@
 """What transformers' own tools do with the model: save, load, configure, train, score."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -43,6 +45,11 @@ def test_saved_and_loaded_bit_by_bit(family, tmp_path):
     assert type(AutoConfig.from_pretrained(tmp_path)) is mol.MoLConfig
     with torch.no_grad():
         assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+
+
+def test_importing_the_package_stays_cheap():
+    code = "import sys, mol; assert not {'torch', 'transformers'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_embedding_is_stored_once_and_grows_with_the_vocabulary(hybrid, tmp_path):
