@@ -26,6 +26,8 @@ GROUPS: dict[Group, tuple[str, ...]] = {  # "!" takes files out again
         "!mol/evaluate/perplexity.py",
         "!mol/evaluate/windows.py",
         "!mol/evaluate/protocols.py",
+        "!mol/evaluate/calibrate.py",
+        "!mol/evaluate/sanity.py",
     ),
     # What a model decides is in its training run, on which a matrix of protocols depends.
     "protocols": ("mol/evaluate/protocols.py", "mol/evaluate/windows.py", "mol/store/matrix.py"),
@@ -33,6 +35,7 @@ GROUPS: dict[Group, tuple[str, ...]] = {  # "!" takes files out again
     # The database holds the verdicts, so what judges belongs to it.
     "store": (
         "mol/base.py",
+        "mol/plan/variant.py",
         "mol/store/**/*",
         "mol/paper/**/*",
         *(
@@ -47,6 +50,7 @@ GROUPS: dict[Group, tuple[str, ...]] = {  # "!" takes files out again
                 "effects",
                 "judge",
                 "number",
+                "paired",
                 "readings",
                 "verdicts",
             )

@@ -7,7 +7,7 @@ a margin are read at one.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from scipy.special import stdtrit
@@ -19,7 +19,8 @@ from mol.paper.printed import parse
 from mol.plan.experiments import Paper
 from mol.report.cost import needs
 from mol.report.crossover import first_that_stays, lengths_apart, steps_apart
-from mol.report.readings import Query, Reading, Runs, joined, read
+from mol.report.paired import Paired
+from mol.report.readings import Query, Reading, Runs, joined, pair_of, read
 from mol.report.verdicts import Z, sample_sd
 
 DIFFERENCES = ("fraction",)  # units that are compared by difference, not by ratio
@@ -95,7 +96,9 @@ class Evaluator:
         values = [_distance(x[seed].value, y[seed].value, log) for seed in shared]
         readings = [side[seed] for seed in shared for side in (x, y)]
         seeds, notes = self._seed_width(claim, one, tuple(values), readings)
-        return self._effect(values, seeds, readings, notes, first, paired=True)
+        effect = self._effect(values, seeds, readings, notes, first, paired=True)
+        pair = pair_of(self.runs, claim.metric, first, y[shared[0]])
+        return effect if pair == "" else _by_items(effect, pair, seeds)
 
     def _alone(self, claim: Claim, side: Side) -> Effect | None:
         readings = list((self._side(claim, side) or {}).values())
@@ -135,8 +138,8 @@ class Evaluator:
     ) -> Effect:
         log = paired and self._log(first)
         value = math.fsum(values) / len(values)
-        # Both sides are scored on the same items; their sampling errors count as independent,
-        # which is the wider choice.
+        # Perplexities of both sides are of the same text; their sampling errors count as
+        # independent, which is the wider choice.
         per_seed = readings[: 2 if paired else 1]
         errors = [r.stderr / (r.value if log else 1) for r in per_seed if r.stderr is not None]
         ranges = [
@@ -239,6 +242,19 @@ class Evaluator:
         )  # fmt: skip
         target = claim.target
         return _within(effect, target.low, target.high, closed=not target.bound), effect
+
+
+def _by_items(effect: Effect, pair: Paired | str, seeds: float) -> Effect:
+    """The interval of a difference of scores from its items, of the first seed's runs; where they
+    cannot be paired the two scores' own sampling errors stay, and a note says why."""
+    if isinstance(pair, str):
+        return replace(effect, notes=[*effect.notes, f"unpaired intervals: {pair}"])
+    return replace(
+        effect,
+        low=effect.value - math.hypot(seeds, pair.value - pair.low),
+        high=effect.value + math.hypot(seeds, pair.high - pair.value),
+        notes=[*effect.notes, pair.method],
+    )
 
 
 def _distance(x: float, y: float, log: bool) -> float:

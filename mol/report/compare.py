@@ -7,8 +7,9 @@ from typing import Any
 from mol.base import UserError
 from mol.paper.cell import Cell, Label
 from mol.report.crossover import first_that_stays, lengths_apart, steps_apart
-from mol.report.readings import Query, Reading, Runs, beside, joined, read
-from mol.report.verdicts import Figure, Protocol, Sample
+from mol.report.paired import Paired
+from mol.report.readings import Query, Reading, Runs, beside, joined, pair_of, read
+from mol.report.verdicts import Figure, Protocol, Sample, Z
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ def reproduce(runs: Runs, scale: str, cell: Cell) -> Reproduced | None:
         theirs, theirs_other = read(runs, scale, other_side)
         if not theirs:
             return None
-        figure, notes = _compared(cell, ours, theirs)
+        figure, notes = _compared(runs, cell, ours, theirs)
         readings = [*ours.values(), *theirs.values()]
         other = joined((other, theirs_other))
     else:
@@ -110,7 +111,7 @@ def _with_pad(runs: Runs, scale: str, cell: Cell, readings: list[Reading]) -> tu
 
 
 def _compared(
-    cell: Cell, ours: dict[int, Reading], theirs: dict[int, Reading]
+    runs: Runs, cell: Cell, ours: dict[int, Reading], theirs: dict[int, Reading]
 ) -> tuple[Figure, tuple[str, ...]]:
     one, other = next(iter(ours.values())), next(iter(theirs.values()))
     one.alike().check_alike(other.alike(), cell.cell_id)
@@ -131,8 +132,24 @@ def _compared(
     value = apply(cell.op, mean_x, mean_y)
     # Relative half-ranges of the two timings, in quadrature.
     relative = math.hypot(_relative_range(one), _relative_range(other))
-    figure = Figure(value=value, samples=samples, half_range=relative * abs(value))
-    return figure, () if paired else ("the two sides have different seeds, so no pairs",)
+    stderr, how = _score_error(runs, cell, one, other)
+    figure = Figure(value=value, samples=samples, stderr=stderr, half_range=relative * abs(value))
+    return figure, how if paired else ("the two sides have different seeds, so no pairs", *how)
+
+
+def _score_error(
+    runs: Runs, cell: Cell, one: Reading, other: Reading
+) -> tuple[float | None, tuple[str, ...]]:
+    """Sampling error of a difference of two zero-shot scores, in cell units, and how it was got:
+    from the items where both scored the same, else from the errors of the two."""
+    pair = pair_of(runs, cell.metric, one, other) if cell.op == "diff" else ""
+    if isinstance(pair, Paired):
+        half = max(pair.value - pair.low, pair.high - pair.value)
+        return cell.per_metric_unit * half / Z, (pair.method,)
+    errors = [reading.stderr for reading in (one, other) if reading.stderr is not None]
+    if not pair or not errors:
+        return None, ()
+    return cell.per_metric_unit * math.hypot(*errors), (f"unpaired intervals: {pair}",)
 
 
 def is_log(cell: Cell) -> bool:

@@ -13,6 +13,7 @@ from mol.base import UserError
 from mol.paper.cell import Cell, Label
 from mol.plan.experiments import Paper
 from mol.report.number import figure_text
+from mol.report.paired import Items, Paired, paired, same_items
 from mol.report.verdicts import Protocol
 
 PROTOCOL = ("tokenizer", "pad", "layout", "context", "stride", "split")
@@ -51,6 +52,8 @@ class Runs:
     # How the paper ran each benchmark: label -> the values it may have.
     protocols: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
     beside: dict[str, tuple[str, ...]] = field(default_factory=dict)  # benchmark -> benchmarks
+    # Scores by item, by run, task and metric.
+    items: dict[tuple[str, str, str], Items] = field(default_factory=dict)
 
     def reason(self, cell: Cell) -> str:
         own = (cell.condition, str(cell.labels.get("task", "")))
@@ -106,8 +109,21 @@ def load_runs(database: duckdb.DuckDBPyConnection, plan: Paper) -> Runs:
     protocols = {name: bench.protocol for name, bench in plan.benches.items()}
     return Runs(
         runs=runs, readings=dict(readings), curves=dict(curves), reasons=reasons,
-        protocols=protocols, beside={name: bench.beside for name, bench in plan.benches.items()},
+        items=_items(database), protocols=protocols,
+        beside={name: bench.beside for name, bench in plan.benches.items()},
     )  # fmt: skip
+
+
+def _items(database: duckdb.DuckDBPyConnection) -> dict[tuple[str, str, str], Items]:
+    found: dict[tuple[str, str, str], Items] = defaultdict(dict)
+    cursor = database.execute(
+        "SELECT run_id, task, subtask, doc_id, doc_hash, acc, acc_norm FROM items ORDER BY ALL"
+    )
+    for run_id, task, subtask, doc_id, doc_hash, *scores in cursor.fetchall():
+        for metric, score in zip(("acc", "acc_norm"), scores, strict=True):
+            if score is not None:
+                found[run_id, task, metric][subtask, doc_id, doc_hash] = score
+    return dict(found)
 
 
 def _reasons(
@@ -263,3 +279,20 @@ def _single(runs: Runs, options: list[Reading], query: Query) -> Reading:
 def best(readings: list[Reading]) -> Reading:
     higher = readings[0].unit in HIGHER_IS_BETTER
     return (max if higher else min)(readings, key=lambda reading: reading.value)
+
+
+def pair_of(runs: Runs, metric: str, one: Reading, other: Reading) -> Paired | str:
+    """Two zero-shot scores compared item by item, or why they are not: "" for other metrics."""
+    task = one.labels.get("task")
+    if metric not in ("acc", "acc_norm") or task is None:
+        return ""
+    sides = [
+        runs.items.get((reading.run["run_id"], str(task), metric), {}) for reading in (one, other)
+    ]
+    if reason := same_items(*sides):
+        return reason
+    found = paired(*sides)
+    # Items of another run of the same name would give another score than the record's.
+    if abs(found.value - (one.value - other.value)) > 1e-6:
+        return "the items do not give the recorded scores"
+    return found

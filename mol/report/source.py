@@ -37,7 +37,7 @@ class Source:
             self._rows = {
                 name: _read(database, name, {c for t, c in as_json if t == name})
                 for name in names
-                if name != "curves"
+                if name not in ("curves", "items")
             }
             self._curves = _read_curves(database) if "curves" in names else {}
             judged = {"cells", "verdicts", "checks"} <= names.keys()

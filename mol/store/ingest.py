@@ -100,6 +100,12 @@ def _insert_batch(
             for row in matrix_rows(found.matrix)
         ],
     )
+    for found in batch:
+        if found.samples is not None:
+            scored = found.samples.add_column(  # noqa: F841, found by name in the query
+                0, "run_id", pa.array([found.run_id] * len(found.samples))
+            )
+            database.execute("INSERT INTO items BY NAME SELECT * FROM scored")
     tables = [
         found.curve.add_column(0, "run_id", pa.array([found.run_id] * len(found.curve)))
         for found in batch

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from mol.base import UserError, canonical_json
 from mol.store.matrix import MATRIX, Matrix, load_matrix
 from mol.store.record import Record, load_record
+from mol.store.samples import SAMPLES, read_samples
 
 CURVE = pa.schema(
     [("step", pa.int64()), ("tokens", pa.int64()), ("name", pa.string()), ("value", pa.float64())]
@@ -20,13 +21,14 @@ CURVE = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A readable run: its name in the database, its record, its curve and protocol matrix where
-    it has them, its place under results/ and its notes."""
+    """A readable run: its name in the database, its record, its curve, its protocol matrix and its
+    scored items where it has them, its place under results/ and its notes."""
 
     run_id: str
     record: Record
     curve: pa.Table | None
     matrix: Matrix | None
+    samples: pa.Table | None
     source: str
     notes: tuple[str, ...]
 
@@ -102,10 +104,16 @@ def read_folders(root: Path, *, placed: bool) -> Iterator[Found | Refusal]:
             except UserError as error:
                 file = name.replace("record.json", MATRIX)
                 yield Refusal(file=file, reason=str(error).removeprefix(f"{folder / MATRIX}: "))
+        samples = None
+        if record.spec.kind == "zeroshot" and (folder / SAMPLES).exists():
+            try:
+                samples = read_samples(folder / SAMPLES)
+            except UserError as error:
+                yield Refusal(file=name.replace("record.json", SAMPLES), reason=str(error))
         source = name.removesuffix("/record.json")
         yield Found(
-            run_id=record.run_id, record=record, curve=curve, matrix=matrix, source=source,
-            notes=record.notes,
+            run_id=record.run_id, record=record, curve=curve, matrix=matrix,
+            samples=samples, source=source, notes=record.notes,
         )  # fmt: skip
 
 

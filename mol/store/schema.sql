@@ -52,6 +52,17 @@ CREATE TABLE curves (
     value DOUBLE NOT NULL
 );
 
+-- Zero-shot scores by item, where a run kept them: claims that compare two models pair them.
+CREATE TABLE items (
+    run_id VARCHAR NOT NULL,
+    task VARCHAR NOT NULL,
+    subtask VARCHAR NOT NULL,         -- a subject of MMLU, else the task
+    doc_id BIGINT NOT NULL,
+    doc_hash VARCHAR NOT NULL,        -- of the item's content
+    acc DOUBLE,
+    acc_norm DOUBLE
+);
+
 -- One checkpoint scored under every protocol (`mol eval --protocols --save`), where that was
 -- asked for. Rows with unlike protocols are never compared with one another.
 CREATE TABLE protocols (

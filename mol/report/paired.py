@@ -1,0 +1,66 @@
+"""Two models on the same items: the difference of their scores with an interval from the pairs.
+
+Right or wrong: exact McNemar, that is the binomial test of the items on which the two differ, and
+its Clopper-Pearson interval. Other scores (shares of probability): a t interval of the mean.
+"""
+
+import math
+from dataclasses import dataclass
+
+from scipy.special import stdtrit
+from scipy.stats import binomtest
+
+from mol.report.verdicts import sample_sd
+
+# Item (subtask, number, content hash) -> its score.
+Items = dict[tuple[str, int, str], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paired:
+    """Score of one less score of the other, a fraction, with a 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    method: str
+
+
+def same_items(one: Items, other: Items) -> str:
+    """Why two sets of scores cannot be paired, or ""."""
+    if not one or not other:
+        return "the items of a run were not kept"
+    if one.keys() != other.keys():
+        return f"unlike items ({len(one.keys() - other.keys())} of {len(one)} are not in the other)"
+    return ""
+
+
+def paired(one: Items, other: Items) -> Paired:
+    """The difference over the items of both, which must be the same."""
+    assert one.keys() == other.keys() and one, "check same_items first"
+    differences = tuple(one[item] - other[item] for item in one)
+    n, value = len(differences), math.fsum(differences) / len(differences)
+    if set(one.values()) | set(other.values()) <= {0.0, 1.0}:
+        return _mcnemar(differences.count(1.0), differences.count(-1.0), n)
+    sd = sample_sd(differences)
+    half = math.inf if sd is None else float(stdtrit(n - 1, 0.975)) * sd / math.sqrt(n)
+    method = f"paired over {n:,} items, t interval of the mean difference"
+    return Paired(value=value, low=value - half, high=value + half, method=method)
+
+
+def _mcnemar(better: int, worse: int, n: int) -> Paired:
+    """`better` of `n` items only the first has right, `worse` only the second. Given that they
+    differ on m items, `better` is binomial; the difference is (2 p - 1) m / n."""
+    differing = better + worse
+    value = (better - worse) / n
+    if not differing:
+        most = 1 - 0.025 ** (1 / n)  # share of items that may differ, had none of n
+        method = f"paired over {n:,} items, which both answer alike"
+        return Paired(value=0.0, low=-most, high=most, method=method)
+    test = binomtest(better, differing)
+    interval = test.proportion_ci(0.95, method="exact")
+    low, high = ((2 * end - 1) * differing / n for end in interval)
+    method = (
+        f"paired over {n:,} items, exact McNemar: {better} against {worse}, p = {test.pvalue:.2g}"
+    )
+    return Paired(value=value, low=low, high=high, method=method)
