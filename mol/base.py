@@ -182,23 +182,29 @@ def _lock(handle: int) -> bool | None:
 @contextlib.contextmanager
 def alone(lock: Path, what: str, wait: float = 0.0) -> Iterator[None]:
     """Hold the file `lock`, after at most `wait` seconds; UserError names who else does `what`."""
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        stream = open(lock, "a+")  # noqa: SIM115, closed below
-    except OSError as error:
-        raise UserError(f"{lock}: cannot be written ({reason_of(error)}); permit it") from None
-    with stream:
-        deadline = time.monotonic() + wait
-        while _lock(stream.fileno()) is False:
-            if time.monotonic() > deadline:
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            stream = open(lock, "a+")  # noqa: SIM115, closed below
+        except OSError as error:
+            raise UserError(f"{lock}: cannot be written ({reason_of(error)}); permit it") from None
+        with stream:
+            mine = _lock(stream.fileno())
+            if mine is not False and os.fstat(stream.fileno()).st_nlink:
+                with contextlib.suppress(OSError):  # a full disk takes no name, and needs none
+                    stream.truncate(0)
+                    stream.write(f"process {os.getpid()} on {socket.gethostname()}")
+                    stream.flush()
+                try:
+                    yield
+                finally:
+                    lock.unlink(missing_ok=True)
+                return
+            if mine is False and time.monotonic() > deadline:
                 stream.seek(0)
                 raise UserError(
                     f"{lock.parent}: {stream.read(200) or 'another process'} {what}; "
                     "wait until it ends, or end it"
                 )
-            time.sleep(0.05)
-        with contextlib.suppress(OSError):  # a full disk takes no name, and needs none
-            stream.truncate(0)
-            stream.write(f"process {os.getpid()} on {socket.gethostname()}")
-            stream.flush()
-        yield
+        time.sleep(0.05)

@@ -30,7 +30,8 @@ COMMANDS = {
     "selfcheck": ("mol.ops.command", "fast paths against plain references"),
 }
 
-NO_MEMORY = re.compile("allocate memory|out of memory")  # torch's words for it, CPU and GPU
+# torch's words for want of memory: on a CPU, on a GPU, and of a tensor that no machine holds.
+NO_MEMORY = re.compile("allocate memory|out of memory|size calculation overflowed")
 
 
 class Parser(argparse.ArgumentParser):

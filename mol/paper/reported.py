@@ -36,6 +36,13 @@ def _reader(path: Path):
         raise UserError(f"{path}: cannot be read as CSV ({error})") from None
 
 
+def _rows(path: Path, rows: csv.DictReader):
+    try:
+        yield from rows
+    except csv.Error as error:
+        raise UserError(f"{path}:{rows.line_num + 1}: {error}") from None
+
+
 def read_cells(path: Path) -> tuple[list[Cell], list[int]]:
     """Cells of a `reported.csv` and their line numbers, without a check of names.
 
@@ -50,7 +57,7 @@ def read_cells(path: Path) -> tuple[list[Cell], list[int]]:
         if name not in expected:
             raise UserError(f"{path}:1: column {name!r} is unknown; remove it")
     cells, lines, seen = [], [], {}
-    for row in rows:
+    for row in _rows(path, rows):
         line = rows.line_num
         if None in row or None in row.values():
             raise UserError(f"{path}:{line}: not {len(names)} fields; quote commas")
@@ -111,7 +118,7 @@ def load_paper(folder: Path = PAPER) -> Paper:
             benches=frozenset(plan.get("benches", {})),
             seeds=tuple(plan.get("seeds", ())),
         )
-    except (pydantic.ValidationError, AttributeError) as error:
+    except (pydantic.ValidationError, AttributeError, TypeError) as error:
         raise UserError(f"{folder / 'experiments.toml'}: {' '.join(str(error).split())}") from None
     _check_names(paper, lines)
     return paper

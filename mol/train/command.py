@@ -10,7 +10,7 @@ from tqdm import tqdm
 from mol.base import UserError, alone
 from mol.data.packing import prepare
 from mol.plan.select import add_run_arguments, corpus_folder, run_folder, selected_spec
-from mol.train.environment import pick_device
+from mol.train.environment import check_fits, hardware, pick_device
 from mol.train.loop import Progress
 from mol.train.run import execute
 
@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     device = pick_device(args.device)
+    check_fits(spec, hardware(device), int(os.environ.get("WORLD_SIZE", "1")))
     corpus = corpus_folder(args.results, spec.scale, spec.data.folder)
     prepare(spec.data, corpus)
     bar = tqdm(total=spec.optim.steps, disable=args.quiet or None, unit="step", desc=spec.run_id)

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 
 from mol.base import UserError
+from mol.model.counts import total_parameters
 from mol.plan.hashes import ROOT, Group, source_hash
-from mol.plan.spec import RunSpec
+from mol.plan.spec import RunSpec, TrainSpec
 from mol.store.record import Hardware, Metric, Provenance, Record
 
 PACKAGES = ("torch", "numpy", "tokenizers", "triton", "flash-linear-attention", "lm_eval")
@@ -50,6 +51,20 @@ def hardware(device: str | torch.device) -> Hardware:
         name, memory = _cpu_name(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     threads = torch.get_num_threads()
     return Hardware(device=kind, name=name, threads=threads, memory_gib=round(memory / 2**30, 1))
+
+
+def check_fits(spec: TrainSpec, machine: Hardware, processes: int = 1) -> None:
+    """UserError where the least that training needs is more than `processes` such devices have:
+    weights, gradients and both moments in fp32, and each layer's input for one micro-batch. A
+    system that runs out of memory would kill the process without a word."""
+    rows = spec.optim.batch_size // spec.optim.accumulate * spec.seq_len
+    inputs = 2 * rows * spec.model.d_model * spec.model.n_layers
+    needed = (16 * total_parameters(spec.model) + inputs) / 2**30
+    if needed > machine.memory_gib * processes:
+        raise UserError(
+            f"{spec.run_id}: needs {needed:,.0f} GiB at least, {machine.name} has "
+            f"{machine.memory_gib:,.0f}; choose smaller sizes, or raise optim.accumulate"
+        )
 
 
 def _git(*words: str) -> str | None:
