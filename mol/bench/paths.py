@@ -94,7 +94,7 @@ def as_stage(stage: SplitStage, routed: Callable[..., Tensor]) -> Forward:
     """A stage whose weighted sum over routed blocks is `routed(x, weights, mine, T, rope)`."""
     config = stage.config
 
-    def forward(x_BTD: Tensor, rope: Rope, cache: None = None):
+    def forward(x_BTD: Tensor, rope: Rope, cache: None = None, start: int = 0):
         assert cache is None, "these paths hold no cache"
         batch, length, width = x_BTD.shape
         x_XD = x_BTD.reshape(-1, width)

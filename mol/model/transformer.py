@@ -24,7 +24,7 @@ from mol.ops.glue import EPS
 
 class ModelOutput(NamedTuple):
     """`hidden` [B, T, D] after the final norm; `balance` the CV^2 loss averaged over the routed
-    layers, 0 without one (0-dim); `routes` the chosen blocks [B, T, k] of each split layer with a
+    layers (0-dim), 0 without one, and of split stages without gradients; `routes` the chosen blocks [B, T, k] of each split layer with a
     linear router, numbered among the routed blocks, first layer first."""
 
     hidden: Tensor

@@ -195,7 +195,7 @@ def test_logit_difference_sees_a_changed_block_in_one_path():
     def tampered(stage):
         forward = dense_restricted(stage)
 
-        def other_weights(x_BTD, rope, cache=None):
+        def other_weights(x_BTD, rope, cache=None, start=0):
             kept = stage.routed.up.detach().clone()
             stage.routed.up.data[2] *= 1.5
             out = forward(x_BTD, rope)

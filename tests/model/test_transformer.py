@@ -134,7 +134,6 @@ def test_balance_and_routes(kind):
         assert all(len(set(row)) == layer.top_k for row in route_BTk.flatten(0, 1).tolist())
 
 
-@torch.no_grad()
 def test_balance_is_the_mean_over_layers():
     model = built("sparse").double()
     ids = token_ids()
@@ -145,6 +144,8 @@ def test_balance_is_the_mean_over_layers():
         expected.append(mean.var(correction=0) / mean.mean() ** 2)
         x = layer(x, rope)[0]
     torch.testing.assert_close(model(ids).balance, sum(expected) / 3, atol=1e-12, rtol=1e-12)
+    with torch.no_grad():
+        assert model(ids).balance.item() == 0  # nobody can train on it
 
 
 @pytest.mark.parametrize("kind", SMALL)
