@@ -6,8 +6,13 @@ import torch.nn.functional as F
 
 triton = pytest.importorskip("triton")
 
-from mol.ops.kernels import delta  # noqa: E402
-from mol.ops.kernels.delta import CHUNK, delta_rule, delta_rule_op, delta_rule_reference  # noqa: E402
+from mol.ops.kernels import delta_solve  # noqa: E402
+from mol.ops.kernels.delta import (  # noqa: E402
+    CHUNK,
+    delta_rule,
+    delta_rule_op,
+    delta_rule_reference,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # One rounding is 2^-8 of a value in the interpreter, which truncates bf16, and they add up.
@@ -35,11 +40,25 @@ def error(found, expected):
     return ((found.double() - expected).norm() / (scale if scale else 1)).item()
 
 
+def results(rule, tensors, cu_seqlens, state):
+    """Outputs, last states, and the gradients of a fixed weighting of both."""
+    tensors = [t.detach().requires_grad_() for t in tensors]
+    wanted = tensors if state is None else [*tensors, state.detach().requires_grad_()]
+    outputs = rule(*tensors, cu_seqlens, None if state is None else wanted[-1], True)
+    generator = torch.Generator().manual_seed(1)
+    loss = 0
+    for output in outputs:
+        # The same numbers for every precision: all of them hold halves.
+        weights = torch.randint(-4, 5, output.shape, generator=generator) / 2
+        loss = loss + (output * weights.to(output)).sum()
+    return [*outputs, *torch.autograd.grad(loss, wanted, materialize_grads=True)]
+
+
 def compare(tensors, cu_seqlens, state, tolerance):
-    found = delta_rule(*tensors, cu_seqlens, state, True)
-    plain = [t.double() for t in tensors]
+    found = results(delta_rule, tensors, cu_seqlens, state)
+    wide = [t.double() for t in tensors]
     state = None if state is None else state.double()
-    expected = delta_rule_reference(*plain, cu_seqlens, state, True)
+    expected = results(delta_rule_reference, wide, cu_seqlens, state)
     for fast, exact in zip(found, expected, strict=True):
         assert fast.shape == exact.shape
         assert error(fast, exact) <= tolerance
@@ -62,7 +81,7 @@ def test_lengths(lengths):
 @pytest.mark.parametrize("width, value_width", WIDTHS)
 def test_widths(width, value_width, monkeypatch):
     """And no initial state, and segments found in several rounds."""
-    monkeypatch.setattr(delta, "SEARCHED", 2)
+    monkeypatch.setattr(delta_solve, "SEARCHED", 2)
     tensors, cu_seqlens, _ = inputs([0, 2, 0, 0, 3, 66], 1, width, value_width)
     compare(tensors, cu_seqlens, None, TOLERANCES[torch.float32])
 
@@ -92,15 +111,35 @@ def test_the_worst_conditioned_systems():
 def test_rows_past_the_end_and_memory_do_not_leak():
     """New tensors start as NaN, and so do the rows behind the last segment."""
     tensors, cu_seqlens, state = inputs([5, 0, 66], 1)
-    clean = delta_rule(*tensors, cu_seqlens, state, True)
+    clean = results(delta_rule, tensors, cu_seqlens, state)
     longer = [torch.cat([t, torch.full_like(t[:9], torch.nan)]) for t in tensors]
+
+    def poisoned(*args):
+        output, final = delta_rule(*args)
+        assert output[71:].isnan().all()  # so memory was filled, and nothing was written there
+        return output[:71], final
+
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
     try:
-        output, final = delta_rule(*longer, cu_seqlens, state, True)
+        found = results(poisoned, longer, cu_seqlens, state)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert output[71:].isnan().all()  # so memory was filled, and nothing was written there
-    assert torch.equal(output[:71], clean[0]) and torch.equal(final, clean[1])
+    for fast, exact in zip(found, clean, strict=True):
+        assert torch.equal(fast[: exact.shape[0]], exact)
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_one_of_the_outputs_may_be_unused(chosen):
+    tensors, cu_seqlens, state = inputs([2], 1)
+
+    def only(rule):
+        return lambda *args: rule(*args)[chosen : chosen + 1]
+
+    wide = [t.double() for t in tensors]
+    found = results(only(delta_rule), tensors, cu_seqlens, state)
+    expected = results(only(delta_rule_reference), wide, cu_seqlens, state.double())
+    for fast, exact in zip(found, expected, strict=True):
+        assert error(fast, exact) <= TOLERANCES[torch.float32]
 
 
 def test_a_chunk_has_a_slot_of_its_own():
@@ -121,13 +160,13 @@ def test_a_chunk_has_a_slot_of_its_own():
 
 
 def test_strided_inputs_and_registration():
-    tensors, cu_seqlens, state = inputs([3, 1])
+    tensors, cu_seqlens, state = inputs([3, 1], 1)
     whole = torch.stack(tensors[:3], 1).unbind(1)  # as a projection's parts: rows lie apart
     assert torch.equal(
         delta_rule(*whole, *tensors[3:], cu_seqlens)[0], delta_rule(*tensors, cu_seqlens)[0]
     )
     torch.library.opcheck(
         delta_rule_op,
-        (*tensors, cu_seqlens, state, True, False),
-        test_utils=("test_schema", "test_faketensor"),
+        (*(t.requires_grad_() for t in tensors), cu_seqlens, state, True, True),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )

@@ -31,20 +31,18 @@ import triton.language as tl
 from torch import Tensor
 
 from mol.ops.gated_delta.naive import compute_dtype
-from mol.ops.kernels.delta_solve import find_chunk, load_rows, load_sums, solve, store_rows
-
-CHUNK = 64
-SEARCHED = 1024  # segments looked at together
-PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
-SHARED_BYTES = 96 * 1024  # for prefetched rows, so that two programs fit one multiprocessor
-
-
-@triton.jit
-def state_at(slot, head, first, D: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr,
-             D_WIDE: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """Offsets and mask of columns from `first` on in one state of [M or S, H, d, e]."""
-    i, j = tl.arange(0, D_WIDE)[:, None], first + tl.arange(0, COLUMNS)[None, :]
-    return ((slot * HEADS + head) * D + i) * E + j, (i < D) & (j < E)
+from mol.ops.kernels.delta_backward import delta_rule_backward
+from mol.ops.kernels.delta_solve import (
+    CHUNK,
+    chain_launch,
+    find_chunk,
+    load_rows,
+    load_sums,
+    shapes,
+    solve,
+    state_at,
+    store_rows,
+)
 
 
 @triton.jit
@@ -109,24 +107,6 @@ def _outputs(
     store_rows(o, result * scale, row, end, head, HEADS, E, 64, E_WIDE)
 
 
-def shapes(k_NHd: Tensor, v_NHe: Tensor, cu_seqlens: Tensor) -> dict:
-    """Constants of the kernels: widths, the next powers of two that a product takes, and how many
-    segments are searched at a time."""
-    (heads, width), value_width = k_NHd.shape[1:], v_NHe.shape[-1]
-    assert max(width, value_width) <= 128, "one program holds a whole state"
-    return {
-        "HEADS": heads,
-        "D": width,
-        "E": value_width,
-        "D_WIDE": max(16, triton.next_power_of_2(width)),
-        "E_WIDE": max(16, triton.next_power_of_2(value_width)),
-        "SEGMENTS": min(SEARCHED, triton.next_power_of_2(cu_seqlens.numel() - 1)),
-        # T of 16-bit inputs is rounded to 16 bits in the end: TF32 on the way changes no result by
-        # more than that rounding does, at half the instructions.
-        "PRECISION": "tf32x3" if k_NHd.dtype == torch.float32 else "tf32",
-    }
-
-
 def _buffers(
     q: Tensor, v: Tensor, cu_seqlens: Tensor, final_state: bool, train: bool
 ) -> tuple[Tensor, ...]:
@@ -157,7 +137,7 @@ def delta_rule_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """o and the last states, and what the backward pass reads: G, T, V' and the states before
     each chunk. Not asked for, the last states and T are empty tensors."""
-    q, k, v, g, beta = (t.contiguous() for t in (q, k, v, g, beta))
+    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     o, final, decay, t, v_new, states = _buffers(q, v, cu_seqlens, final_state, train)
     w = torch.empty_like(k)
     segments, heads, slots = cu_seqlens.numel() - 1, q.shape[1], states.shape[0]
@@ -170,15 +150,11 @@ def delta_rule_op(
         k, v, g, beta, cu_seqlens, decay, t, w, v_new, segments,
         KEEP_T=train, num_warps=warps, **sizes,
     )  # fmt: skip
-    sequential = {key: sizes[key] for key in ("HEADS", "D", "E", "D_WIDE", "PRECISION")}
-    # Halves of a state for few segments, so that every multiprocessor has a chain to follow.
-    columns = min(sizes["E_WIDE"], 32 if segments * heads < PROGRAMS else 64)
-    prefetched = CHUNK * (2 * sizes["D_WIDE"] + columns) * k.element_size()
-    _states[(segments * heads * triton.cdiv(sizes["E"], columns),)](
+    grid, launch = chain_launch(sizes, segments, 2 * sizes["D_WIDE"], k.element_size())
+    _states[grid](
         k, w, v_new, decay, cu_seqlens,
         final if initial is None else initial.float().contiguous(), states, final,
-        COLUMNS=columns, HAS_INITIAL=initial is not None, WANTS_FINAL=final_state,
-        STAGES=max(1, min(3, SHARED_BYTES // prefetched)), num_warps=4, **sequential,
+        HAS_INITIAL=initial is not None, WANTS_FINAL=final_state, **launch,
     )  # fmt: skip
     _outputs[(slots * heads,)](
         q, k, v_new, decay, states, cu_seqlens, o, q.shape[-1] ** -0.5, segments,
@@ -190,6 +166,24 @@ def delta_rule_op(
 @delta_rule_op.register_fake
 def _(q, k, v, g, beta, cu_seqlens, initial, final_state, train):
     return _buffers(q, v, cu_seqlens, final_state, train)
+
+
+def _keep(ctx, inputs, output):
+    *saved, initial, _, _ = inputs
+    ctx.save_for_backward(*saved, *output[2:])
+    ctx.initial_dtype = None if initial is None else initial.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad_o, grad_final, *_):
+    *grads, grad_initial = delta_rule_backward(
+        *ctx.saved_tensors, grad_o, grad_final, ctx.initial_dtype is not None
+    )
+    grad_initial = None if ctx.initial_dtype is None else grad_initial.to(ctx.initial_dtype)
+    return *grads, None, grad_initial, None, None
+
+
+delta_rule_op.register_autograd(_differentiate, setup_context=_keep)
 
 
 def delta_rule(

@@ -5,10 +5,50 @@ For the math see `mol.ops.kernels.delta`.
 Shape suffixes: N packed rows, S segments, H heads, d key width, e value width.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+CHUNK = 64
+SEARCHED = 1024  # segments looked at together
+PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
+SHARED_BYTES = 96 * 1024  # for prefetched rows, so that two programs fit one multiprocessor
 TILE = tl.constexpr(16)
+
+
+def shapes(k_NHd: Tensor, v_NHe: Tensor, cu_seqlens: Tensor) -> dict:
+    """Constants of the kernels: widths, the next powers of two that a product takes, and how many
+    segments are searched at a time."""
+    (heads, width), value_width = k_NHd.shape[1:], v_NHe.shape[-1]
+    assert max(width, value_width) <= 128, "one program holds a whole state"
+    return {
+        "HEADS": heads,
+        "D": width,
+        "E": value_width,
+        "D_WIDE": max(16, triton.next_power_of_2(width)),
+        "E_WIDE": max(16, triton.next_power_of_2(value_width)),
+        "SEGMENTS": min(SEARCHED, triton.next_power_of_2(cu_seqlens.numel() - 1)),
+        # T of 16-bit inputs is rounded to 16 bits in the end: TF32 on the way changes no result by
+        # more than that rounding does, at half the instructions.
+        "PRECISION": "tf32x3" if k_NHd.dtype == torch.float32 else "tf32",
+    }
+
+
+def chain_launch(sizes: dict, segments: int, beside: int, item_bytes: int) -> tuple:
+    """Grid and constants of a kernel that goes through segments chunk by chunk, where a row of
+    `beside` values is read with one of the state's columns."""
+    heads, value_width = sizes["HEADS"], sizes["E"]
+    # Halves of a state for few segments, so that every multiprocessor has a chain to follow.
+    columns = min(sizes["E_WIDE"], 32 if segments * heads < PROGRAMS else 64)
+    stage_bytes = CHUNK * (beside + columns) * item_bytes
+    constants = {key: sizes[key] for key in ("HEADS", "D", "E", "D_WIDE", "PRECISION")}
+    return (segments * heads * triton.cdiv(value_width, columns),), {
+        **constants,
+        "COLUMNS": columns,
+        "STAGES": max(1, min(3, SHARED_BYTES // stage_bytes)),
+        "num_warps": 4,
+    }
 
 
 @triton.jit
@@ -66,6 +106,14 @@ def load_sums(decay, row, end, head, HEADS: tl.constexpr):
 def store_scalars(x, values, row, end, head, HEADS: tl.constexpr, ROWS: tl.constexpr):
     rows = row + tl.arange(0, ROWS)
     tl.store(x + rows * HEADS + head, values.to(x.dtype.element_ty), rows < end)
+
+
+@triton.jit
+def state_at(slot, head, first, D: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr,
+             D_WIDE: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    """Offsets and mask of columns from `first` on in one state of [M or S, H, d, e]."""
+    i, j = tl.arange(0, D_WIDE)[:, None], first + tl.arange(0, COLUMNS)[None, :]
+    return ((slot * HEADS + head) * D + i) * E + j, (i < D) & (j < E)
 
 
 @triton.jit
