@@ -8,6 +8,7 @@ Shape suffixes: B sequences, T positions, k slots a token, E blocks, N = B T k p
 D width, M any width; segments are numbered block * B + sequence.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -73,26 +74,7 @@ class RoutePlan:
     @classmethod
     def full(cls, n_blocks: int, batch: int, length: int, device: torch.device) -> "RoutePlan":
         """Plan in which every block sees every token: k = E and slot = block."""
-        tokens = batch * length
-        row_N = torch.arange(n_blocks * tokens, device=device)
-        grid = row_N.view(tokens, n_blocks)
-        within_N = row_N % length
-        return cls(
-            n_blocks=n_blocks,
-            batch=batch,
-            length=length,
-            slots=n_blocks,
-            equal=True,
-            order_N=grid.t().reshape(-1),
-            inverse_N=row_N.view(n_blocks, tokens).t().reshape(-1),
-            block_N=row_N // tokens,
-            within_N=within_N,
-            time_N=within_N,
-            segment_N=row_N // length,
-            offs_E=torch.arange(1, n_blocks + 1, device=device, dtype=torch.int32) * tokens,
-            cu_seqlens=torch.arange(n_blocks * batch + 1, device=device, dtype=torch.int32)
-            * length,
-        )
+        return _full(n_blocks, batch, length, torch.device(device))
 
     def gather(self, x_TD: Tensor) -> Tensor:
         """Rows of the B T tokens in packed order, [N, D]; a token appears k times."""
@@ -147,6 +129,31 @@ class RoutePlan:
         if self.n_blocks == 1:
             return weight_EM
         return _Expand.apply(weight_EM, self.block_N)
+
+
+@functools.lru_cache(maxsize=8)
+def _full(n_blocks: int, batch: int, length: int, device: torch.device) -> RoutePlan:
+    """Kept, as every layer of a model asks for the same one: 8 small kernels each time."""
+    tokens = batch * length
+    with torch.inference_mode(False):  # gradients may need these tables later
+        row_N = torch.arange(n_blocks * tokens, device=device)
+        within_N = row_N % length
+        return RoutePlan(
+            n_blocks=n_blocks,
+            batch=batch,
+            length=length,
+            slots=n_blocks,
+            equal=True,
+            order_N=row_N.view(tokens, n_blocks).t().reshape(-1),
+            inverse_N=row_N.view(n_blocks, tokens).t().reshape(-1),
+            block_N=row_N // tokens,
+            within_N=within_N,
+            time_N=within_N,
+            segment_N=row_N // length,
+            offs_E=torch.arange(1, n_blocks + 1, device=device, dtype=torch.int32) * tokens,
+            cu_seqlens=torch.arange(n_blocks * batch + 1, device=device, dtype=torch.int32)
+            * length,
+        )
 
 
 def segment_sum(x_NM: Tensor, block_N: Tensor, n_blocks: int) -> Tensor:
