@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from small_models import SMALL
 from torch import Tensor, nn
 
 from mol.model import fast_step
@@ -11,7 +12,7 @@ from mol.model.attention import KVCache
 from mol.model.config import DenseLayer, ModelConfig, SplitLayer
 from mol.model.delta import DeltaCache
 from mol.model.split_stage import SplitStage, StageCache
-from mol.model.transformer import FullWidthLayer
+from mol.model.transformer import FullWidthLayer, LanguageModel
 from mol.ops.attention import Rope
 
 pytest.importorskip("triton")
@@ -130,19 +131,15 @@ def check(layer: nn.Module, batch: int, dtype: torch.dtype, position: list) -> N
 def test_a_stage(kind):
     config, batch = STAGES[kind]
     stage = built(SplitStage(config, D_MODEL), torch.float32)
-    check(stage, batch, torch.float32, [ROOM - 1])
+    each = torch.tensor([ROOM - 1, 2], device=DEVICE)  # sequences of unlike length
+    check(stage, batch, torch.float32, [each if batch == 2 else ROOM - 1])
 
 
 @pytest.mark.parametrize("attention", ["softmax", "deltanet"])
 def test_steps_in_a_row_at_a_position_on_the_device(attention):
     stage = built(SplitStage(split(attention=attention), D_MODEL), torch.float32)
-    times = [torch.tensor([t], device=DEVICE) for t in range(ROOM - 3, ROOM)]
+    times = [torch.tensor([t], device=DEVICE) for t in (ROOM - 2, ROOM - 1)]
     check(stage, 1, torch.float32, times)
-
-
-def test_a_position_for_each_sequence():
-    stage = built(SplitStage(split(attention="softmax"), D_MODEL), torch.float32)
-    check(stage, 2, torch.float32, [torch.tensor([ROOM - 1, 2], device=DEVICE)])
 
 
 @pytest.mark.parametrize("attention", ["softmax", "deltanet"])
@@ -188,3 +185,18 @@ def test_what_is_left_to_the_reference():
         assert not fast_step.fits_stage(stage, x_BD)
     with torch.no_grad():
         assert fast_step.takes_stage(stage, x_BD) == x_BD.is_cuda
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["deltanet_1p2of5", "dense"])
+def test_a_model_goes_on_after_its_prompt(kind, monkeypatch):
+    """Prefill fills the caches that the fused steps continue, as on CUDA."""
+    monkeypatch.setattr(fast_step, "takes_stage", fast_step.fits_stage)
+    monkeypatch.setattr(fast_step, "takes_layer", fast_step.fits_layer)
+    config = SMALL[kind].model_copy(update={"init_std": 0.3, "n_layers": 2})
+    model, ids_BT = LanguageModel(config).to(DEVICE), torch.randint(50, (2, 6), device=DEVICE)
+    whole_BTV = model.logits(model(ids_BT).hidden)
+    cache = model.new_cache(2, 6)
+    model(ids_BT[:, :4], cache)
+    for time in (4, 5):
+        compare(model.step(ids_BT[:, time], cache), whole_BTV[:, time], 1e-4)
