@@ -25,8 +25,8 @@ def card(checkpoint: Checkpoint, parameters: int) -> str:
         _data(checkpoint.meta, record),
         _limits(checkpoint.meta, record),
         "## License\n\nThe code is under the MIT license. The training text is under: "
-        f"{checkpoint.meta.source.license}. Whether that text's terms reach a model trained on it "
-        "is for you to judge.",
+        f"{_license(checkpoint.meta, record)}. Whether its terms reach a model trained on it is for "
+        "you to judge.",
     ]
     if record:
         body = record.model_dump_json(indent=1)
@@ -81,7 +81,8 @@ def _record(record: Record) -> str:
         ["hardware", f"{on.count} x {on.name} ({on.device}), {on.memory_gib} GiB, "
                      f"{on.threads} threads"],
         ["date", f"{record.finished:%Y-%m-%d %H:%M} UTC, {record.wall_s:,.0f} s"],
-        ["commit", f"{source.git_commit}" + (" with uncommitted changes" if source.dirty else "")],
+        ["commit", f"{source.git_commit or 'not recorded'}"
+                   f"{' with uncommitted changes' if source.dirty else ''}"],
         ["code", f"sha256 {source.code_sha256}"],
         ["command", f"`{source.command}`"],
         ["versions", ", ".join(f"{name} {v}" for name, v in source.versions.items())],
@@ -98,12 +99,17 @@ def _record(record: Record) -> str:
     )
 
 
+def _license(meta: CorpusMeta, record: Record | None) -> str:
+    """As the run recorded it, or as the corpus has it where there is no record of it."""
+    return (record.provenance.data if record else {}).get("license", meta.source.license)
+
+
 def _data(meta: CorpusMeta, record: Record | None) -> str:
     train = meta.splits["train"]
     facts = [
         ["corpus", f"{meta.spec.corpus}, from {meta.source.name}"],
         ["note", meta.source.note],
-        ["license", meta.source.license],
+        ["license", _license(meta, record)],
         ["training split", f"{train.real_tokens:,} tokens, {train.words:,} words"],
         ["tokenizer", f"{meta.spec.tokenizer}, {meta.vocab_size:,} tokens, "
                       f"sha256 {meta.tokenizer_sha256}"],

@@ -155,7 +155,8 @@ def test_the_card_holds_the_record(results, exported):
     record = load_record(results.run(HYBRID) / "record.json")
     for part in (
         "41.25", "pad none", "context 32", "split test", "rule total", record.hardware.name,
-        record.provenance.code_sha256, str(record.provenance.git_commit), "text: made up",
+        record.provenance.code_sha256, record.provenance.git_commit or "not recorded",
+        "text: made up",
         results.meta.source.license, "trust_remote_code=True", "reproduce none",
     ):  # fmt: skip
         assert part in body, part
@@ -325,3 +326,22 @@ def test_a_folder_with_other_files_is_left_alone(results, tmp_path, capsys):
     assert (out / "thesis.tex").exists()
     assert export(results, run, "--to", out / "thesis.tex") == 2
     assert "a file" in capsys.readouterr().err
+
+
+def test_kernels_of_an_export_register_beside_this_packages_own(exported, tmp_path):
+    """With Triton at hand every file of an export imports, in the process that also has `mol`."""
+    pytest.importorskip("triton")
+    (tmp_path / "flat").symlink_to(exported)
+    names = sorted(path.stem for path in exported.glob("*.py"))
+    code = "\n".join(
+        [
+            "import importlib, mol.export.bundle as bundle",
+            "for module in bundle.closure(): importlib.import_module(module)",
+            f"for name in {names}: importlib.import_module(f'flat.{{name}}')",
+        ]
+    )
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
