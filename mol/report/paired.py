@@ -1,7 +1,9 @@
 """Two models on the same items: the difference of their scores with an interval from the pairs.
 
-Right or wrong: exact McNemar, that is the binomial test of the items on which the two differ, and
-its Clopper-Pearson interval. Other scores (shares of probability): a t interval of the mean.
+Right or wrong: exact McNemar, that is the binomial test of the items on which the two differ. Its
+Clopper-Pearson interval takes their number as given, so it is widened to the normal interval,
+in which that number varies too; the two agree with the test on whether 0 is left out. Other scores
+(shares of probability): a t interval of the mean.
 """
 
 import math
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 from scipy.special import stdtrit
 from scipy.stats import binomtest
 
-from mol.report.verdicts import sample_sd
+from mol.report.verdicts import Z, sample_sd
 
 # Item (subtask, number, content hash) -> its score.
 Items = dict[tuple[str, int, str], float]
@@ -50,7 +52,7 @@ def paired(one: Items, other: Items) -> Paired:
 
 def _mcnemar(better: int, worse: int, n: int) -> Paired:
     """`better` of `n` items only the first has right, `worse` only the second. Given that they
-    differ on m items, `better` is binomial; the difference is (2 p - 1) m / n."""
+    differ on m items, `better` is binomial with p; the difference is (2 p - 1) m / n."""
     differing = better + worse
     value = (better - worse) / n
     if not differing:
@@ -60,6 +62,8 @@ def _mcnemar(better: int, worse: int, n: int) -> Paired:
     test = binomtest(better, differing)
     interval = test.proportion_ci(0.95, method="exact")
     low, high = ((2 * end - 1) * differing / n for end in interval)
+    normal = Z * math.sqrt(differing - (better - worse) ** 2 / n) / n
+    low, high = max(-1.0, min(low, value - normal)), min(1.0, max(high, value + normal))
     method = (
         f"paired over {n:,} items, exact McNemar: {better} against {worse}, p = {test.pvalue:.2g}"
     )

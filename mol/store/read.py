@@ -18,6 +18,8 @@ CURVE = pa.schema(
     [("step", pa.int64()), ("tokens", pa.int64()), ("name", pa.string()), ("value", pa.float64())]
 )
 
+LINK = "is a link; copy what it leads to here"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
@@ -41,16 +43,30 @@ class Refusal:
     reason: str
 
 
-def _folders(root: Path) -> Iterator[Path]:
-    """Folders with a record below `root`, in a stable order; links to folders are not followed."""
-    for folder, subfolders, files in os.walk(root):
+def _folders(root: Path) -> Iterator[Path | Refusal]:
+    """Folders with a record below `root`, in a stable order. What lies elsewhere is not followed:
+    a linked folder is refused by name."""
+    for place, subfolders, files in os.walk(root):
         subfolders.sort()
-        if "record.json" in files:
-            yield Path(folder)
+        folder = Path(place)
+        for name in subfolders:
+            if (folder / name).is_symlink():
+                yield _refusal(root, folder / name, LINK)
+        if "record.json" in files or "record.json" in subfolders:
+            yield folder
+
+
+def _refusal(root: Path, path: Path, reason: str) -> Refusal:
+    name = f"{root.name}/{path.relative_to(root).as_posix()}"
+    return Refusal(file=name, reason=reason.removeprefix(f"{path}: "))
 
 
 def _read_curve(path: Path) -> pa.Table:
+    if path.is_symlink():
+        raise UserError(LINK)
     try:
+        if not path.is_file():
+            raise OSError("no regular file")
         with pq.ParquetFile(path) as file:
             table = file.read(columns=CURVE.names).select(CURVE.names).cast(CURVE)
     except (OSError, KeyError, pa.ArrowException) as error:
@@ -75,46 +91,48 @@ def read_folders(root: Path, *, placed: bool) -> Iterator[Found | Refusal]:
     records may lie at any depth. A damaged curve is refused alone: its record was complete.
     """
     for folder in _folders(root):
+        if isinstance(folder, Refusal):
+            yield folder
+            continue
         path = folder / "record.json"
-        name = f"{root.name}/{path.relative_to(root).as_posix()}"
-        if path.is_symlink():
-            yield Refusal(file=name, reason="is a link; copy the file itself here")
-            continue
         try:
+            if path.is_symlink():
+                raise UserError(LINK)
             record = load_record(path)
+            if placed and (problem := _misplaced(folder, record)):
+                raise UserError(problem)
         except UserError as error:
-            yield Refusal(file=name, reason=str(error).removeprefix(f"{path}: "))
+            yield _refusal(root, path, str(error))
             continue
-        problem = _misplaced(folder, record) if placed else None
-        if problem:
-            yield Refusal(file=name, reason=problem)
-            continue
-        curve = None
+        curve = matrix = samples = None
         if record.spec.kind == "train" and record.status == "complete":
-            curve_path = folder / "curve.parquet"
             try:
-                curve = _read_curve(curve_path)
+                curve = _read_curve(folder / "curve.parquet")
             except UserError as error:
-                file = f"{root.name}/{curve_path.relative_to(root).as_posix()}"
-                yield Refusal(file=file, reason=str(error))
-        matrix = None
-        if (folder / MATRIX).exists():
+                yield _refusal(root, folder / "curve.parquet", str(error))
+        if os.path.lexists(folder / MATRIX):
             try:
+                if (folder / MATRIX).is_symlink():
+                    raise UserError(LINK)
                 matrix = load_matrix(folder / MATRIX, record)
             except UserError as error:
-                file = name.replace("record.json", MATRIX)
-                yield Refusal(file=file, reason=str(error).removeprefix(f"{folder / MATRIX}: "))
-        samples = None
-        if record.spec.kind == "zeroshot" and (folder / SAMPLES).exists():
+                yield _refusal(root, folder / MATRIX, str(error))
+        if record.spec.kind == "zeroshot" and os.path.lexists(folder / SAMPLES):
             try:
+                if (folder / SAMPLES).is_symlink():
+                    raise UserError(LINK)
                 samples = read_samples(folder / SAMPLES)
             except UserError as error:
-                yield Refusal(file=name.replace("record.json", SAMPLES), reason=str(error))
-        source = name.removesuffix("/record.json")
+                yield _refusal(root, folder / SAMPLES, str(error))
         yield Found(
-            run_id=record.run_id, record=record, curve=curve, matrix=matrix,
-            samples=samples, source=source, notes=record.notes,
-        )  # fmt: skip
+            run_id=record.run_id,
+            record=record,
+            curve=curve,
+            matrix=matrix,
+            samples=samples,
+            source=f"{root.name}/{folder.relative_to(root).as_posix()}",
+            notes=record.notes,
+        )
 
 
 def _naive_utc(moment: datetime) -> datetime:

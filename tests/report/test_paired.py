@@ -33,9 +33,11 @@ def test_exact_mcnemar_by_hand():
     found = paired(*map(items, answers(5, 8, 1, 6)))
     assert found.value == pytest.approx(7 / 20)
     assert "exact McNemar: 8 against 1, p = 0.039" in found.method
-    # Clopper-Pearson of 8 of 9 (tables: 0.51750 to 0.99719), turned into a difference.
+    # Clopper-Pearson of 8 of 9 (tables: 0.51750 to 0.99719), turned into a difference; the normal
+    # interval, 0.35 +- 1.96 sqrt(9 - 49 / 20) / 20, is the wider one above.
     assert found.low == pytest.approx((2 * 0.51750 - 1) * 9 / 20, abs=1e-5)
-    assert found.high == pytest.approx((2 * 0.99719 - 1) * 9 / 20, abs=1e-5)
+    assert found.high == pytest.approx(0.35 + 1.959964 * math.sqrt(6.55) / 20)
+    assert found.high > (2 * 0.99719 - 1) * 9 / 20
 
 
 @pytest.mark.parametrize("first, second", [(5, 0), (6, 0), (7, 1), (8, 1), (30, 15), (40, 20)])
