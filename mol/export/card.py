@@ -25,8 +25,8 @@ def card(checkpoint: Checkpoint, parameters: int) -> str:
         _data(checkpoint.meta, record),
         _limits(checkpoint.meta, record),
         "## License\n\nThe code is under the MIT license. The training text is under: "
-        f"{_license(checkpoint.meta, record)}. Whether its terms reach a model trained on it is for "
-        "you to judge.",
+        f"{_license(checkpoint.meta, record)}. Whether its terms reach a model trained on it is "
+        "for you to judge.",
     ]
     if record:
         body = record.model_dump_json(indent=1)
