@@ -15,8 +15,13 @@ from mol.ops.kernels.delta import (  # noqa: E402
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# One rounding is 2^-8 of a value in the interpreter, which truncates bf16, and they add up.
-TOLERANCES = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2.5e-2}
+# The interpreter truncates bf16, so one rounding is up to 2^-7 of a value there, and they add up.
+# A GPU multiplies fp32 as three TF32 products, which leave out the smallest part.
+TOLERANCES = {
+    torch.float32: 2e-5 if DEVICE == "cuda" else 3e-6,
+    torch.float16: 2e-3,
+    torch.bfloat16: 2.5e-2,
+}
 
 
 def inputs(lengths, heads=2, width=16, value_width=16, dtype=torch.float32, decay=1.0, seed=0):
@@ -65,7 +70,7 @@ def compare(tensors, cu_seqlens, state, tolerance):
 
 
 # The interpreter takes a third of a second for a chunk of one head.
-LENGTHS = [[0, 64, 1, 0, 65, 5, 0], [0, 0]]
+LENGTHS = [[0, 64, 0, 65, 1], [0, 0]]
 WIDTHS = [(24, 33), (65, 8)]
 if DEVICE == "cuda":
     LENGTHS += [[1], [63], [0, 130], [128, 64], [3] * 20, [64] * 3, [1000, 3, 777]]
@@ -82,30 +87,34 @@ def test_lengths(lengths):
 def test_widths(width, value_width, monkeypatch):
     """And no initial state, and segments found in several rounds."""
     monkeypatch.setattr(delta_solve, "SEARCHED", 2)
-    tensors, cu_seqlens, _ = inputs([0, 2, 0, 0, 3, 66], 1, width, value_width)
+    tensors, cu_seqlens, _ = inputs([0, 2, 0, 0, 66], 1, width, value_width)
     compare(tensors, cu_seqlens, None, TOLERANCES[torch.float32])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits(dtype):
-    tensors, cu_seqlens, state = inputs([70, 1], 1, 64, 64, dtype, 0.1)
+    tensors, cu_seqlens, state = inputs([70], 1, 64, 64, dtype, 0.1)
     compare(tensors, cu_seqlens, state, TOLERANCES[dtype])
-    output, final = delta_rule(*tensors, cu_seqlens, None, True)
+    output, final = delta_rule(*(t[:1] for t in tensors), cu_seqlens.clamp(max=1), None, True)
     assert output.dtype == dtype and final.dtype == torch.float32
 
 
 def test_the_worst_conditioned_systems():
     """Identical keys. With beta = 1 and no decay T is bidiagonal, sums of many terms that cancel;
     strong decay underflows, and its inverse would overflow."""
-    lengths = [66, 70, 30, 60, 40]
+    lengths = [66, 20, 20, 66, 20]
     (q, k, v, g, beta), cu_seqlens, state = inputs(lengths, 1)
     k = k[:1].expand_as(k).contiguous()
     kind = torch.repeat_interleave(torch.tensor(lengths)).to(DEVICE)[:, None]
     beta = torch.tensor([1.0, 0.9, 1e-6, 1.0, 0.5], device=DEVICE)[kind]
     g = torch.tensor([0.0, 0.0, 0.0, -50.0, -0.01], device=DEVICE)[kind]
     compare([q, k, v, g, beta], cu_seqlens, state, TOLERANCES[torch.float32])
-    g[::7] = -50  # beside rows that do not decay: differences of sums of 500 in fp32
-    compare([q, k, v, g, beta], cu_seqlens, state, 1e-4)
+
+
+def test_strong_decay_beside_none():
+    (q, k, v, g, beta), cu_seqlens, state = inputs([66], 1, decay=0.0)
+    g[::7] = -50
+    compare([q, k, v, g, beta], cu_seqlens, state, 1e-4)  # differences of sums of 500 in fp32
 
 
 def test_rows_past_the_end_and_memory_do_not_leak():

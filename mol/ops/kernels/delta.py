@@ -9,12 +9,12 @@ starts from the state S (d x e) computes
     O  = d^-0.5 (diag(exp(G)) Q S + tril(Q K^T * exp(G_i - G_j)) V')
     S <- exp(G_C) S + K^T diag(exp(G_C - G)) V'
 
-`_solve` finds T, W and U of all chunks at once, `_states` carries S through each segment and
+`solve` finds T, W and U of all chunks at once, `_states` carries S through each segment and
 replaces U by V', `_outputs` makes O of all chunks at once. Writing S to memory (as many bytes as
 v) and leaving O to a kernel of its own keeps the chain over a segment's chunks at two products a
 chunk, so one long segment among many delays little; it is also what the backward pass needs.
 
-A row and head moves, in units of one vector of 64 values: 4 in `_solve` (k, v; w, u), 5 in
+A row and head moves, in units of one vector of 64 values: 4 in `solve` (k, v; w, u), 5 in
 `_states` (w, u, k; v', S) and 5 in `_outputs` (q, k, v', S; o).
 
 A segment's chunks take the slots from start // 64 + segment on. The next segment starts at or

@@ -129,7 +129,7 @@ def _rows_backward(
     sums, last = load_sums(decay, row, end, head, HEADS)
     i, j = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
     shrink = tl.exp(sums)[:, None]
-    k_wide = k_c.to(tl.float32)
+    after = tl.exp(last) * tl.sum(state.to(tl.float32) * grad_state.to(tl.float32))
     # Masked before exp, which would overflow.
     ratio = tl.exp(tl.where(i >= j, sums[:, None] - sums[None, :], -float("inf")))
     scores = tl.dot(o_c, tl.trans(n_c), input_precision=PRECISION) * ratio
@@ -141,7 +141,7 @@ def _rows_backward(
     system = tl.where(i > j, tl.dot(r_c, tl.trans(n_c), input_precision=PRECISION) * -ratio, 0.0)
     db = tl.dot(system.to(k_c.dtype), k_c, input_precision=PRECISION)
     db -= tl.dot(r_c, tl.trans(state), input_precision=PRECISION) * shrink
-    from_k = tl.sum(db * k_wide, 1)
+    from_k = tl.sum(db * k_c.to(tl.float32), 1)
     dk = db * step[:, None]
 
     # Row i, column j of the transposed: what key i gave to row j.
@@ -155,10 +155,8 @@ def _rows_backward(
     carried *= tl.exp(last - sums)[:, None]
     dk += carried
     store_rows(grad_k, dk, row, end, head, HEADS, D, 64, D_WIDE)
-    after = tl.sum(carried * k_wide) + tl.exp(last) * tl.sum(
-        state.to(tl.float32) * grad_state.to(tl.float32)
-    )
-    dg += 2 * step * from_k - tl.sum(dk * k_wide, 1)
+    after += tl.sum(carried * k_c.to(tl.float32))
+    dg += 2 * step * from_k - tl.sum(dk * k_c.to(tl.float32), 1)
     store_scalars(grad_g, tl.cumsum(dg, 0, reverse=True) + after, row, end, head, HEADS, 64)
 
     r_wide = r_c.to(tl.float32)

@@ -29,9 +29,9 @@ def shapes(k_NHd: Tensor, v_NHe: Tensor, cu_seqlens: Tensor) -> dict:
         "D_WIDE": max(16, triton.next_power_of_2(width)),
         "E_WIDE": max(16, triton.next_power_of_2(value_width)),
         "SEGMENTS": min(SEARCHED, triton.next_power_of_2(cu_seqlens.numel() - 1)),
-        # T of 16-bit inputs is rounded to 16 bits in the end: TF32 on the way changes no result by
-        # more than that rounding does, at half the instructions.
-        "PRECISION": "tf32x3" if k_NHd.dtype == torch.float32 else "tf32",
+        # Of the products of fp32 numbers, three TF32 ones for each. For bf16 inputs only T is
+        # worked out in fp32 and then rounded to bf16: one TF32 product adds nothing to that.
+        "PRECISION": "tf32" if k_NHd.dtype == torch.bfloat16 else "tf32x3",
     }
 
 
