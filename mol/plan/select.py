@@ -15,13 +15,15 @@ SCALES = ("smoke", "proxy", "paper")
 _RUN_SPEC: TypeAdapter[RunSpec] = TypeAdapter(RunSpec)
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--spec FILE`, or `--run NAME` of the plan at `--scale`, and where results lie."""
+def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """`--spec FILE`, or `--run NAME` of the plan at `--scale`, and where results lie. Returns the
+    group of the former two, for what else may stand in their place."""
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--run", metavar="NAME", help="run_id or condition, see `mol plan`")
     which.add_argument("--spec", type=Path, metavar="FILE", help="specification as JSON")
     add_scale_arguments(parser)
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: results")
+    return which
 
 
 def add_scale_arguments(parser: argparse.ArgumentParser) -> None:
