@@ -26,6 +26,8 @@ Size = Annotated[int, Field(gt=0, le=2**40)]
 # Where a file lies: any text that the system takes for a name.
 FileName = Annotated[str, Field(pattern=r"^[^\x00]+$", max_length=4000)]
 
+LARGEST = 1 << 26  # bytes of a configuration, specification or record
+
 
 class UserError(ValueError):
     """Bad input. The message is one line: the file, key or value at fault, and the fix."""
@@ -66,10 +68,21 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
+def read_text(path: Path) -> str:
+    """The text of a small file of ours. OSError, or ValueError for what is none: a device, a pipe
+    or a download would be read without end."""
+    path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError("is no regular file")
+    if path.exists() and path.stat().st_size > LARGEST:
+        raise ValueError(f"is larger than {LARGEST >> 20} MiB")
+    return path.read_text("utf-8")
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """The table of a TOML file. Raises UserError naming the file."""
     try:
-        return tomllib.loads(Path(path).read_text("utf-8"))
+        return tomllib.loads(read_text(path))
     except RecursionError:
         raise UserError(f"{path}: nested too deeply; write it flat") from None
     except (OSError, ValueError) as error:  # what is no UTF-8 or no TOML, or no name of a file
@@ -80,9 +93,9 @@ def read_json(path: Path) -> Any:
     """The value in a JSON file. Raises UserError, naming the file, for what is no JSON: NaN and
     infinity are none, and a key may stand once."""
     try:
-        return json.loads(
-            Path(path).read_text("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant
-        )
+        found = json.loads(read_text(path), object_pairs_hook=_once, parse_constant=_no_constant)
+        json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        return found
     except RecursionError:
         raise UserError(f"{path}: nested too deeply to be one of ours") from None
     except (OSError, ValueError) as error:
@@ -104,6 +117,12 @@ def _no_constant(name: str) -> None:
 def reason_of(error: Exception) -> str:
     """What an error says, in one line; of the system's errors, without their number."""
     return " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
+
+
+def visible(message: str) -> str:
+    """One line of at most 2,000 printable characters, whatever names and values it quotes."""
+    text = " ".join(message.split())
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:2000])
 
 
 @contextlib.contextmanager

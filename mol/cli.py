@@ -9,7 +9,7 @@ import sys
 
 import pydantic
 
-from mol.base import UserError, one_line, reason_of
+from mol.base import UserError, one_line, reason_of, visible
 
 # name -> (module with configure(parser) and run(args), one-line help)
 COMMANDS = {
@@ -38,13 +38,7 @@ class Parser(argparse.ArgumentParser):
     """Refuses wrong arguments in one line, as every other wrong input is refused."""
 
     def error(self, message: str):
-        self.exit(2, f"{self.prog}: {_visible(message)}; see {self.prog} --help\n")
-
-
-def _visible(message: str) -> str:
-    """One line of at most 2,000 characters, whatever names and values the message quotes."""
-    text = " ".join(message.split())
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:2000])
+        self.exit(2, f"{self.prog}: {visible(message)}; see {self.prog} --help\n")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"mol {args.command}: interrupted; the same command goes on", file=sys.stderr)
         return 130
-    print(f"mol {args.command}: {_visible(message)}", file=sys.stderr)
+    print(f"mol {args.command}: {visible(message)}", file=sys.stderr)
     return 2
 
 

@@ -7,7 +7,7 @@ import pydantic
 import yaml
 from pydantic import Field
 
-from mol.base import FileName, Frozen, UserError, one_line, reason_of
+from mol.base import FileName, Frozen, UserError, one_line, read_text, reason_of
 from mol.data.config import Corpus, Source
 from mol.model.config import ModelConfig
 from mol.plan.experiments import PAPER, load_experiments
@@ -57,7 +57,7 @@ class _PlainYaml(yaml.SafeLoader):
 def _read_yaml(path: Path) -> Any:
     """The value in a YAML file. Raises UserError naming the file."""
     try:
-        return yaml.load(Path(path).read_text("utf-8"), _PlainYaml)
+        return yaml.load(read_text(path), _PlainYaml)
     except RecursionError:
         raise UserError(f"{path}: nested too deeply; write it flat") from None
     except (OSError, ValueError, yaml.YAMLError) as error:

@@ -1,15 +1,18 @@
 """Find and read the run folders below a results folder; name what cannot be read."""
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from mol.base import UserError, canonical_json
+from mol.base import UserError, canonical_json, visible
 from mol.store.matrix import MATRIX, Matrix, load_matrix
 from mol.store.record import Record, load_record
 from mol.store.samples import SAMPLES, read_samples
@@ -18,6 +21,7 @@ CURVE = pa.schema(
     [("step", pa.int64()), ("tokens", pa.int64()), ("name", pa.string()), ("value", pa.float64())]
 )
 
+CURVE_FILE = "curve.parquet"
 LINK = "is a link; copy what it leads to here"
 
 
@@ -57,16 +61,16 @@ def _folders(root: Path) -> Iterator[Path | Refusal]:
 
 
 def _refusal(root: Path, path: Path, reason: str) -> Refusal:
-    name = f"{root.name}/{path.relative_to(root).as_posix()}"
-    return Refusal(file=name, reason=reason.removeprefix(f"{path}: "))
+    return Refusal(file=_name(root, path), reason=visible(reason.removeprefix(f"{path}: ")))
+
+
+def _name(root: Path, path: Path) -> str:
+    """Where something lies, under the root's own name; printable whatever folders are called."""
+    return visible(f"{root.name}/{path.relative_to(root).as_posix()}")
 
 
 def _read_curve(path: Path) -> pa.Table:
-    if path.is_symlink():
-        raise UserError(LINK)
     try:
-        if not path.is_file():
-            raise OSError("no regular file")
         with pq.ParquetFile(path) as file:
             table = file.read(columns=CURVE.names).select(CURVE.names).cast(CURVE)
     except (OSError, KeyError, pa.ArrowException) as error:
@@ -74,6 +78,8 @@ def _read_curve(path: Path) -> pa.Table:
         raise UserError(f"not a readable curve ({reason}); delete the folder to rerun") from None
     if any(column.null_count for column in table.columns):
         raise UserError("holds empty values; delete the folder to rerun")
+    if not len(table) or pc.min(table["step"]).as_py() < 0:
+        raise UserError("holds no point, or one before step 0; delete the folder to rerun")
     return table
 
 
@@ -104,35 +110,44 @@ def read_folders(root: Path, *, placed: bool) -> Iterator[Found | Refusal]:
         except UserError as error:
             yield _refusal(root, path, str(error))
             continue
-        curve = matrix = samples = None
-        if record.spec.kind == "train" and record.status == "complete":
-            try:
-                curve = _read_curve(folder / "curve.parquet")
-            except UserError as error:
-                yield _refusal(root, folder / "curve.parquet", str(error))
-        if os.path.lexists(folder / MATRIX):
-            try:
-                if (folder / MATRIX).is_symlink():
-                    raise UserError(LINK)
-                matrix = load_matrix(folder / MATRIX, record)
-            except UserError as error:
-                yield _refusal(root, folder / MATRIX, str(error))
-        if record.spec.kind == "zeroshot" and os.path.lexists(folder / SAMPLES):
-            try:
-                if (folder / SAMPLES).is_symlink():
-                    raise UserError(LINK)
-                samples = read_samples(folder / SAMPLES)
-            except UserError as error:
-                yield _refusal(root, folder / SAMPLES, str(error))
+        refused: list[Refusal] = []
+        wanted = {
+            CURVE_FILE: _read_curve,
+            MATRIX: functools.partial(load_matrix, record=record),
+            SAMPLES: read_samples,
+        }
+        if record.spec.kind != "train" or record.status != "complete":
+            del wanted[CURVE_FILE]
+        if record.spec.kind != "zeroshot":
+            del wanted[SAMPLES]
+        parts = {
+            name: _part(root, folder / name, read, refused)
+            for name, read in wanted.items()
+            if name == CURVE_FILE or os.path.lexists(folder / name)
+        }
+        yield from refused
         yield Found(
             run_id=record.run_id,
             record=record,
-            curve=curve,
-            matrix=matrix,
-            samples=samples,
-            source=f"{root.name}/{folder.relative_to(root).as_posix()}",
+            curve=parts.get(CURVE_FILE),
+            matrix=parts.get(MATRIX),
+            samples=parts.get(SAMPLES),
+            source=_name(root, folder),
             notes=record.notes,
         )
+
+
+def _part(root: Path, path: Path, read: Callable[[Path], Any], refused: list[Refusal]) -> Any:
+    """What `read` makes of a file beside a record; None, and a refusal, where it makes nothing."""
+    try:
+        if path.is_symlink():
+            raise UserError(LINK)
+        if path.exists() and not path.is_file():
+            raise UserError("is no regular file; delete the folder to rerun")
+        return read(path)
+    except UserError as error:
+        refused.append(_refusal(root, path, str(error)))
+        return None
 
 
 def _naive_utc(moment: datetime) -> datetime:

@@ -2,12 +2,12 @@
 
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pydantic
 from pydantic import Field
 
-from mol.base import Frozen, UserError, one_line, read_json, write_atomic
+from mol.base import Frozen, Size, UserError, one_line, read_json, write_atomic
 from mol.plan.spec import RunSpec
 
 SCHEMA_VERSION = 1
@@ -17,6 +17,9 @@ Unit = Literal[
     "ms", "ms/token", "s", "step", "epoch", "byte", "ratio", "logit", "token",
 ]  # fmt: skip
 
+Label = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f]*$")]
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what a column holds
+
 
 class Protocol(Frozen):
     """How a perplexity was computed; figures with unlike protocols are never compared."""
@@ -24,8 +27,8 @@ class Protocol(Frozen):
     tokenizer: str  # "bpe:<sha256, 12 digits>" or "gpt2:<...>"
     pad: Literal["masked", "pad_counted", "none"]  # none: the data hold no PAD
     layout: Literal["chunked", "stream", "documents"]  # documents: each one of a stream alone
-    context: int
-    stride: int
+    context: Size
+    stride: Size
     split: Literal["train", "validation", "test"]
     eos: Literal["as_prepared", "masked"] = "as_prepared"  # masked: between texts, not scored
     text: Literal["prepared", "raw"] = "prepared"  # raw: as published, not detokenized
@@ -35,23 +38,23 @@ class Metric(Frozen):
     """One measured figure. `n` counts what was averaged (tokens, items, repeats); `stderr` is
     in the metric's own unit; `labels` tell figures of one name apart (length, model, path)."""
 
-    name: str
+    name: Label
     value: float
     unit: Unit
-    n: int | None = None
-    stderr: float | None = None
+    n: int | None = Field(None, ge=0, lt=2**63)
+    stderr: float | None = Field(None, ge=0)
     low: float | None = None  # smallest and largest of repeated timings
     high: float | None = None
     protocol: Protocol | None = None
-    labels: dict[str, str | int | float | bool] = {}
+    labels: dict[Label, Label | Whole | float | bool] = {}
 
 
 class Hardware(Frozen):
     device: Literal["cpu", "cuda"]
     name: str  # exact GPU or CPU name
-    count: int = 1
-    threads: int
-    memory_gib: float
+    count: Size = 1
+    threads: Size
+    memory_gib: float = Field(ge=0)
 
 
 class Provenance(Frozen):
@@ -96,7 +99,7 @@ def load_record(path: Path) -> Record:
     except UserError as error:
         raise UserError(f"{error}; not a readable record: delete its folder to rerun") from None
     version = raw.get("schema_version") if isinstance(raw, dict) else None
-    if version != SCHEMA_VERSION:
+    if version is True or version != SCHEMA_VERSION:
         raise UserError(
             f"{path}: schema_version is {version!r}, this code reads {SCHEMA_VERSION}; "
             "delete its folder to rerun"
