@@ -118,6 +118,9 @@ class MoLCache(Cache):
     def get_max_length(self, layer_idx: int = 0) -> int:
         return -1  # no bound
 
+    def __repr__(self) -> str:
+        return f"MoLCache({self.n_rows} rows, {self.columns} columns)"
+
     def __len__(self) -> int:
         return len(self.held.layers) if self.held else 0
 

@@ -39,6 +39,7 @@ class MoLForCausalLM(PreTrainedModel, GenerationMixin):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     _no_split_modules = ["LanguageModel"]  # decoding steps bypass the hooks that move layers
+    _supports_sdpa = True  # what it runs where no kernel of its own does
     _is_stateful = True  # cannot forget tokens, so no assisted generation
 
     def __init__(self, config: MoLConfig):

@@ -144,6 +144,17 @@ def test_recomputed_activations_give_the_same_gradients(hybrid):
     assert all(torch.equal(a, b) for a, b in zip(kept, recomputed, strict=True))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_follows_inference(family):
+    """What is kept between calls under inference mode must not enter a gradient."""
+    model = made(family)
+    with torch.inference_mode():
+        model(IDS)
+        model.generate(IDS, max_new_tokens=2, do_sample=False)
+    model(IDS, labels=IDS).loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
 def test_the_trainer_takes_a_step(hybrid, tmp_path):
     rows = [{"input_ids": row, "labels": row} for row in IDS]
     before = {name: weight.detach().clone() for name, weight in hybrid.named_parameters()}
