@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
@@ -85,11 +86,14 @@ def write_export(checkpoint: Checkpoint, folder: Path) -> dict:
     parameters = model.num_parameters()
     with scratch(folder) as part:
         new = part / "new"
-        model.save_pretrained(new)
         tokenizer.save_pretrained(new)
         (new / "README.md").write_text(card(checkpoint, parameters), "utf-8")
         for name, source in flat_sources().items():
             (new / name).write_text(source, "utf-8")
+        try:
+            model.save_pretrained(new)
+        except SafetensorError as error:  # a full disk
+            raise OSError(str(error)) from None
         for path in new.iterdir():
             path.chmod(0o644)  # weights come as their writer's alone
         index = {

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -187,8 +188,10 @@ def test_no_exported_file_needs_this_package_or_a_kernel_library():
 
 
 def test_transformers_finds_every_file_of_an_export(exported):
-    from transformers.dynamic_module_utils import get_relative_import_files
+    from transformers.dynamic_module_utils import check_imports, get_relative_import_files
 
+    for file in exported.glob("*.py"):
+        check_imports(file)  # as for a model on the hub: what a file needs must be installed
     found = {Path(file).name for file in get_relative_import_files(exported / "modeling_mol.py")}
     assert found | {"modeling_mol.py"} == {path.name for path in exported.glob("*.py")}
 
@@ -326,6 +329,22 @@ def test_a_folder_with_other_files_is_left_alone(results, tmp_path, capsys):
     assert (out / "thesis.tex").exists()
     assert export(results, run, "--to", out / "thesis.tex") == 2
     assert "a file" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_the_earlier_export(results, tmp_path, capsys):
+    run, out = results.run(HYBRID), tmp_path / "out"
+    assert export(results, run, "--to", out) == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))  # below the weights' size
+    try:
+        assert export(results, run, "--to", out) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "cannot be written" in error
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_kernels_of_an_export_register_beside_this_packages_own(exported, tmp_path):
