@@ -30,6 +30,7 @@ from mol.evaluate.adapter import HarnessModel
 from mol.evaluate.item_sources import hub_commit
 from mol.evaluate.scoring import Scorer
 from mol.evaluate.tasks import stock_task
+from mol.evaluate.zero_shot import CALIBRATION
 from mol.store.record import Hardware, Provenance
 from mol.train.environment import hardware, provenance
 
@@ -42,7 +43,6 @@ PUBLISHED = {  # protocol -> figure, and how far ours may be off: its rounding a
     "word_rolling": (37.37, 0.02),
     "lambada_openai": (0.3256, 0.0006),  # 3 of 5,153 items
 }
-FILE = "calibration.json"
 
 
 class CalibrationRow(Frozen):
@@ -269,6 +269,6 @@ def _row(protocol: str, unit: str, value: float, n: int) -> CalibrationRow:
 
 
 def save_calibration(results: Path, found: Calibration) -> Path:
-    path = results / FILE
+    path = results / CALIBRATION
     write_atomic(path, found.model_dump_json(indent=1) + "\n")
     return path

@@ -13,7 +13,7 @@ import torch
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 
-from mol.base import UserError, write_atomic
+from mol.base import UserError, read_json, write_atomic
 from mol.data.meta import CorpusMeta
 from mol.data.overlap import overlap
 from mol.evaluate.adapter import HarnessModel
@@ -33,6 +33,7 @@ from mol.store.record import Metric, Record, save_record
 from mol.train.environment import completed, start
 
 METRICS = ("acc", "acc_norm")
+CALIBRATION = "calibration.json"  # what `mol eval --calibrate` leaves below the results
 SAMPLES = "samples.parquet"
 OVERLAP_TOKENS = 50_000_000  # larger training splits take hours to decode
 OTHER = "(other items)"  # ends the name of a task on items that are not the paper's
@@ -159,6 +160,18 @@ def overlap_note(stock: StockTasks, corpus: Path, meta: CorpusMeta) -> str:
     )
 
 
+def calibration_note(results: Path) -> str:
+    """Whether this suite's scoring gave public GPT-2 its published figures, as a note of the
+    record. Raises UserError for a file that is none of `mol eval --calibrate`'s."""
+    path = results / CALIBRATION
+    if not path.is_file():
+        return "scoring not calibrated: `mol eval --calibrate` was not run"
+    found = read_json(path)
+    if not isinstance(found, dict) or not isinstance(found.get("reason"), str):
+        raise UserError(f"{path}: no calibration; run `mol eval --calibrate` again")
+    return f"scoring {found['reason']}"
+
+
 def _item_notes(loaded: ItemSets) -> list[str]:
     return [
         f"items {name} {split}: {file.rows:,} rows, {file.items_sha256[:12]}, from {file.source}"
@@ -229,6 +242,7 @@ def execute(
         *scores.notes,
         *(f"{name}: not run, {reason}" for name, reason in absent.items()),
         *_item_notes(loaded),
+        calibration_note(results),
         overlap_note(stock, trained.corpus, trained.meta),
     )
     buffer = io.BytesIO()

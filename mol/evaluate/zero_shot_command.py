@@ -52,6 +52,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     sanity.add_argument("--limit", type=int, default=100, help="items a task; default 100")
     sanity.add_argument("--json", action="store_true", help="print a list of rows")
 
+    versions = actions.add_parser(
+        "versions", help="the paper's lm-eval 0.4.7 against the installed one, on random weights"
+    )
+    versions.add_argument("--tokenizer", type=Path, metavar="FOLDER", required=True)
+    versions.add_argument("--items", type=Path, default=ITEMS, help=f"default: {ITEMS}")
+    versions.add_argument("--limit", type=int, default=100, help="items a task; default 100")
+    versions.add_argument("--json", action="store_true", help="print a list of rows")
+
     score = actions.add_parser("score", help="score a file of pairs; needs no lm-eval")
     add_run_arguments(score)
     _add_place(score)
@@ -73,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
         "pairs": _pairs,
         "score": _score,
         "sanity": _sanity,
+        "versions": _versions,
     }
     return actions[args.action](args)
 
@@ -175,6 +184,39 @@ def _sanity(args: argparse.Namespace) -> int:
                 f"{'holds' if row.holds else 'FAILS'}"
             )
     return int(not all(row.holds for row in rows))
+
+
+def _versions(args: argparse.Namespace) -> int:
+    if args.limit < 1:
+        raise UserError(f"--limit {args.limit}: must be at least 1")
+    _offline()
+    from mol.evaluate.adapter import HarnessModel
+    from mol.evaluate.ask import prepared
+    from mol.evaluate.sanity import random_model
+    from mol.evaluate.tasks import SETS
+    from mol.evaluate.versions import compare, shuffled_targets
+
+    found = prepared(tuple(SETS), args.items, args.tokenizer)
+    scorer = random_model(found.tokenizer.get_vocab_size(), seed=1, max_length=2048)
+    model = HarnessModel(scorer, found.tokenizer, prefix_token=found.prefix_token)
+    tables = found.loaded.tables
+    changes = compare(model, found.names, tables, args.limit)
+    if (mc2 := "truthfulqa_mc2") in found.names:
+        name = SETS[mc2]
+        mixed = {split: shuffled_targets(table) for split, table in tables[name].items()}
+        (again,) = compare(model, [mc2], {name: mixed}, args.limit)
+        changes.append(again._replace(task=f"{mc2}, targets shuffled"))
+    if args.json:
+        print(json.dumps([change._asdict() for change in changes], indent=1))
+        return 0
+    for change in changes:
+        moved = ", ".join(f"{m} {a:.4f} -> {b:.4f}" for m, (a, b) in change.score.items())
+        what = ", ".join(change.differs) or "nothing"
+        print(
+            f"{change.task}: task version {change.theirs} -> {change.ours}, changed: {what}; "
+            f"{change.unlike_requests} unlike requests; {moved}"
+        )
+    return 0
 
 
 def _score(args: argparse.Namespace) -> int:

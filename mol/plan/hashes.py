@@ -28,6 +28,8 @@ GROUPS: dict[Group, tuple[str, ...]] = {  # "!" takes files out again
         "!mol/evaluate/protocols.py",
         "!mol/evaluate/calibrate.py",
         "!mol/evaluate/sanity.py",
+        "!mol/evaluate/versions.py",
+        "!mol/evaluate/old_harness.py",
     ),
     # What a model decides is in its training run, on which a matrix of protocols depends.
     "protocols": ("mol/evaluate/protocols.py", "mol/evaluate/windows.py", "mol/store/matrix.py"),

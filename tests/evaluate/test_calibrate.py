@@ -116,7 +116,7 @@ def run(folder, files, results, *more) -> int:
 
 
 def load(results) -> Calibration:
-    return Calibration.model_validate_json((results / calibrate.FILE).read_bytes())
+    return Calibration.model_validate_json((results / calibrate.CALIBRATION).read_bytes())
 
 
 def test_the_command_marks_the_suite(gpt2, files, tmp_path, capsys, monkeypatch):
@@ -172,7 +172,7 @@ def test_wrong_files_are_named(gpt2, files, tmp_path, capsys, text, lambada, mes
     assert run(gpt2[0], files, tmp_path) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("mol eval: ") and message in error
-    assert not (tmp_path / calibrate.FILE).exists()
+    assert not (tmp_path / calibrate.CALIBRATION).exists()
 
 
 def test_a_folder_without_a_gpt2_is_refused(files, tmp_path, capsys):

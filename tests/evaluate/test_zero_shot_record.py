@@ -2,6 +2,9 @@
 
 import json
 import random
+import shutil
+import subprocess
+import sys
 from datetime import UTC, datetime
 from types import SimpleNamespace
 
@@ -120,6 +123,7 @@ def test_the_record_of_a_run(results, capsys):
     for part in ("lm_eval 0.", "prefix token 1 (<eos>)", "hellaswag: task version 1.0", "0-shot"):
         assert part in notes
     assert "another item set than the hub's 817" in notes
+    assert "scoring not calibrated: `mol eval --calibrate` was not run" in notes
     assert "0 of" in record.notes[-1] and "13 words" in record.notes[-1]
     pins = record.provenance.data
     assert pins["train_run"] == results.spec.train_run and len(pins["weights_sha256"]) == 64
@@ -132,6 +136,77 @@ def test_the_record_of_a_run(results, capsys):
     assert run_command(results) == 0
     again = load_record(folder / "record.json")
     assert [metric.model_dump() for metric in again.metrics] == first
+
+
+def test_a_calibration_is_told_in_the_record(results, capsys):
+    path = results.out / zero_shot.CALIBRATION
+    path.write_text(json.dumps({"reason": "calibrated: token_1024 29.94"}), "utf-8")
+    assert run_command(results) == 0
+    record = load_record(run_folder(results.out, results.spec) / "record.json")
+    assert "scoring calibrated: token_1024 29.94" in record.notes
+    path.write_text("[]", "utf-8")
+    assert run_command(results) == 2
+    assert "run `mol eval --calibrate` again" in capsys.readouterr().err
+
+
+def test_a_wrong_set_is_not_run_and_the_others_are(results, capsys):
+    folder = results.out / "data" / "zero_shot"
+    source = folder.resolve()
+    folder.unlink()
+    shutil.copytree(source, folder)
+    file = folder / "hellaswag.validation.parquet"
+    pq.write_table(pq.read_table(file).slice(1), file)
+    assert run_command(results) == 0
+    out = capsys.readouterr().out
+    assert out.count("hellaswag: not run, ") == 1 and "holds 5 items with hash" in out
+    record = load_record(run_folder(results.out, results.spec) / "record.json")
+    assert {m.labels["task"] for m in record.metrics} == {"winogrande", OTHER_MC2}
+    assert any(note.startswith("hellaswag: not run, ") for note in record.notes)
+    for name in ("winogrande.validation.parquet", "truthfulqa.validation.parquet"):
+        (folder / name).unlink()
+    assert run_command(results) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "no task is left to run" in error
+
+
+def stripped(arguments: list[str]) -> str:
+    """Output of a command where the packages that a GPU machine lacks cannot be imported."""
+    absent = ("lm_eval", "datasets", "evaluate", "duckdb", "mlflow", "snakemake", "jinja2")
+    code = f"import sys\nfor name in {absent}: sys.modules[name] = None\n"
+    code += f"from mol.cli import main\nsys.exit(main({arguments}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_scores_of_another_machine_give_the_same_record(results, tmp_path, capsys):
+    """Requests written here, scored without lm-eval, metrics computed here again."""
+    assert run_command(results) == 0
+    folder = run_folder(results.out, results.spec)
+    direct = load_record(folder / "record.json")
+    samples = pq.read_table(folder / zero_shot.SAMPLES)
+    pairs, answers = tmp_path / "pairs.parquet", tmp_path / "answers.parquet"
+    place = ["--spec", str(results.path), "--results", str(results.out)]
+    assert main(["zeroshot", "pairs", *place, "--out", str(pairs)]) == 0
+    assert "hellaswag: 16 requests" in capsys.readouterr().out
+    files = ["--pairs", str(pairs), "--out", str(answers)]
+    assert " padded) in " in stripped(["zeroshot", "score", *place, *files, "--device", "cpu"])
+    assert main(["zeroshot", "run", *place, "--answers", str(answers)]) == 0
+    again = load_record(folder / "record.json")
+    assert [m.model_dump() for m in again.metrics] == [m.model_dump() for m in direct.metrics]
+    assert pq.read_table(folder / zero_shot.SAMPLES).equals(samples)
+    assert again.notes == direct.notes
+    assert again.provenance.data == direct.provenance.data
+    assert again.started > direct.finished and again.finished > again.started
+    capsys.readouterr()
+
+    assert main(["zeroshot", "run", *place, "--answers", str(pairs)]) == 2
+    assert "pairs.parquet: max_length: Field required" in capsys.readouterr().err
+    longer = json.loads(results.path.read_text("utf-8")) | {"limit": 6}
+    results.path.write_text(json.dumps(longer), "utf-8")
+    assert main(["zeroshot", "run", *place, "--answers", str(answers)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "lacks a request of these tasks and items" in error
 
 
 def test_truthfulqa_without_items_is_not_run_and_says_why(results, tmp_path):
