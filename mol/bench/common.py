@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from mol.model.config import ModelConfig
-from mol.model.transformer import LanguageModel
+from mol.model.transformer import FullWidthLayer, LanguageModel
 from mol.ops.tracing import compiled
 from mol.store.record import Metric
 
@@ -42,21 +42,28 @@ def random_ids(vocab_size: int, shape: tuple[int, ...], device: torch.device, se
 
 
 @contextmanager
-def layers_compiled(model: LanguageModel, device: torch.device) -> Iterator[None]:
-    """Inside, layers run through torch.compile on a GPU: one trace serves all layers of a kind
-    and all lengths. On a CPU nothing changes: a trace takes longer than what is timed there."""
+def layers_compiled(
+    model: LanguageModel, device: torch.device, step: bool = False
+) -> Iterator[None]:
+    """Inside, full-width layers run through torch.compile on a GPU, one trace for all of a kind and
+    all lengths; so do the decode steps of all layers if `step`. A split stage's forward pass
+    consists of the project's kernels already. On a CPU nothing changes: a trace takes longer than
+    what is timed there."""
     if device.type != "cuda":
         yield
         return
     torch._dynamo.config.recompile_limit = 32  # kinds of layer, of block and of batch
     for layer in model.layers:
-        layer.forward = compiled(layer.forward, dynamic=True)
-        layer.step = compiled(layer.step)
+        if isinstance(layer, FullWidthLayer):
+            layer.forward = compiled(layer.forward, dynamic=True)
+        if step:
+            layer.step = compiled(layer.step)
     try:
         yield
     finally:
         for layer in model.layers:
-            del layer.forward, layer.step  # uncovers the methods of the class
+            for name in ("forward", "step"):
+                vars(layer).pop(name, None)  # uncovers the method of the class
 
 
 def attention_backend(heads: int, width: int, length: int, device: torch.device, dtype: str) -> str:

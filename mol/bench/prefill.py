@@ -22,6 +22,7 @@ from mol.bench.paths import loop, stages_by
 from mol.bench.timing import measure, peak_memory, watch_memory
 from mol.model.config import ModelConfig
 from mol.model.transformer import LanguageModel
+from mol.ops.gated_delta import by_fla
 from mol.ops.graph import Captured
 
 # Longer prompts keep the GPU busy without a graph, whose memory would not be shared.
@@ -97,10 +98,13 @@ def _one_model(
 def _run_by(
     model: LanguageModel, path: str, run_as: str, compiled: bool, device: torch.device
 ) -> Iterator[None]:
-    """Inside, the model runs by this path, and with FlashAttention-2 on a GPU if as the paper."""
+    """Inside, the model runs by this path; if as the paper, with its kernels on a GPU, those of
+    FlashAttention-2 and flash-linear-attention."""
     flash = run_as == "paper" and device.type == "cuda"
     with ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext())
+        if flash:
+            stack.enter_context(by_fla())
         if path in HOST_PATHS:
             stack.enter_context(stages_by(model, HOST_PATHS[path]))
         if compiled:

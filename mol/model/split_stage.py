@@ -125,9 +125,13 @@ class SplitStage(nn.Module):
 
     def step(self, x_BD: Tensor, rope: Rope, position: int | Tensor, cache: StageCache) -> Tensor:
         """One token a sequence, all at `position`; computes only the chosen blocks, [B, D]."""
-        if fast_step.takes_stage(self, x_BD):
+        if self.steps_fused(x_BD):
             return fast_step.stage_step(self, x_BD, rope, position, cache)
         return self.plain_step(x_BD, rope, position, cache)
+
+    def steps_fused(self, x_BD: Tensor) -> bool:
+        """Whether a step on `x_BD` is a few kernels of the project, which need no compiler."""
+        return fast_step.takes_stage(self, x_BD)
 
     def plain_step(
         self, x_BD: Tensor, rope: Rope, position: int | Tensor, cache: StageCache

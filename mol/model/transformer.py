@@ -24,8 +24,9 @@ from mol.ops.glue import EPS
 
 class ModelOutput(NamedTuple):
     """`hidden` [B, T, D] after the final norm; `balance` the CV^2 loss averaged over the routed
-    layers (0-dim), 0 without one, and of split stages without gradients; `routes` the chosen blocks [B, T, k] of each split layer with a
-    linear router, numbered among the routed blocks, first layer first."""
+    layers (0-dim), 0 without one, and of split stages without gradients; `routes` the chosen blocks
+    [B, T, k] of each split layer with a linear router, numbered among the routed blocks, first
+    layer first."""
 
     hidden: Tensor
     balance: Tensor
@@ -136,9 +137,13 @@ class FullWidthLayer(nn.Module):
         return self.attention.new_cache(batch, max_len)
 
     def step(self, x_BD: Tensor, rope: Rope, position: int | Tensor, cache) -> Tensor:
-        if isinstance(self.ffn, DenseFFN) and fast_step.takes_layer(self, x_BD):
+        if self.steps_fused(x_BD):
             return fast_step.dense_step(self, x_BD, rope, position, cache)
         return self.plain_step(x_BD, rope, position, cache)
+
+    def steps_fused(self, x_BD: Tensor) -> bool:
+        """Whether a step on `x_BD` is a few kernels of the project, which need no compiler."""
+        return isinstance(self.ffn, DenseFFN) and fast_step.takes_layer(self, x_BD)
 
     def plain_step(self, x_BD: Tensor, rope: Rope, position: int | Tensor, cache) -> Tensor:
         """`step` as the layer's modules compute it: the fused step's reference."""

@@ -52,7 +52,7 @@ def test_graphed_steps_are_the_eager_ones(kind, compiled):
     ids_CB = torch.randint(96, (6, 2), device=DEVICE)
     held = copy.deepcopy(eager)
     device = DEVICE if compiled else torch.device("cpu")
-    with layers_compiled(model, device):
+    with layers_compiled(model, device, step=True):
         step = graphed_step(model, held, ids_CB[0])
     for _ in range(Captured.WARMUP):
         model.step(ids_CB[0], eager)

@@ -9,7 +9,7 @@ from mol.model import split_stage
 from mol.model.config import SplitLayer
 from mol.model.reference import reference_balance, reference_stage
 from mol.model.split_stage import SplitStage
-from mol.ops import dispatch, glue
+from mol.ops import dispatch, gated_delta, glue
 from mol.ops.attention import Rope
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -29,7 +29,7 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("length", [1, 21])
 def test_outputs_and_all_gradients(name, length, monkeypatch):
-    for module in (split_stage, dispatch, glue):
+    for module in (split_stage, dispatch, gated_delta, glue):
         monkeypatch.setattr(module, "has_kernels", lambda tensor: True)
     torch.manual_seed(0)
     layer = SplitLayer(d_thin=32, n_heads=2, d_ff=24, **LAYERS[name])

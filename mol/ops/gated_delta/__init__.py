@@ -1,4 +1,4 @@
-"""Gated delta rule over packed segments: one entry, three implementations.
+"""Gated delta rule over packed segments: one entry, four implementations.
 
     S_t = exp(g_t) S_{t-1} + k_t u_t^T,   u_t = beta_t (v_t - exp(g_t) S_{t-1}^T k_t)
     o_t = d^-0.5 S_t^T q_t
@@ -9,28 +9,42 @@ say that both are unit vectors already. g is the log of the decay (at most 0), b
 Shape suffixes: N packed rows, S segments, H heads, d key width, e value width (the state is d x e).
 """
 
-import functools
-import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from mol.ops.gated_delta.chunked import chunked_gated_delta_rule
 from mol.ops.gated_delta.fla import fla_gated_delta_rule
-from mol.ops.gated_delta.naive import gated_delta_step, naive_gated_delta_rule
-from mol.ops.tracing import untraced
+from mol.ops.gated_delta.naive import (
+    compute_dtype,
+    gated_delta_step,
+    l2norm,
+    naive_gated_delta_rule,
+)
+from mol.ops.tracing import has_kernels, untraced
 
 __all__ = [
+    "by_fla",
     "chunked_gated_delta_rule",
     "gated_delta_rule",
     "gated_delta_step",
     "naive_gated_delta_rule",
 ]
 
+WIDEST_HEAD = 128  # that the project's kernels take
+_on_cuda = []  # the library's rule, inside `by_fla`
 
-@functools.cache
-def _fla_installed() -> bool:
-    return importlib.util.find_spec("fla") is not None
+
+@contextmanager
+def by_fla() -> Iterator[None]:
+    """Inside, CUDA tensors go to flash-linear-attention's kernels, which the paper used; it has
+    to be installed."""
+    _on_cuda.append(fla_gated_delta_rule)
+    try:
+        yield
+    finally:
+        _on_cuda.pop()
 
 
 @untraced
@@ -48,9 +62,31 @@ def gated_delta_rule(
     """Outputs [N, H, e] in v's dtype and, if asked, the last state of each segment.
 
     `cu_seqlens` int32 [S + 1]; segments may be empty. States are fp32 (fp64 for fp64 inputs); the
-    initial state is zero unless given. `unit`: q and k are L2-normalized. On CUDA with
-    flash-linear-attention installed its kernels run; otherwise the chunked form in PyTorch.
+    initial state is zero unless given. `unit`: q and k are L2-normalized. On CUDA the project's
+    kernels run, or inside `by_fla` the library's; otherwise the chunked form in PyTorch.
     """
-    kernels = q_NHd.is_cuda and q_NHd.dtype != torch.float64 and _fla_installed()
-    rule = fla_gated_delta_rule if kernels else chunked_gated_delta_rule
-    return rule(q_NHd, k_NHd, v_NHe, g_NH, beta_NH, cu_seqlens, state_SHde, final_state, unit)
+    inputs = q_NHd, k_NHd, v_NHe, g_NH, beta_NH
+    rule = chunked_gated_delta_rule
+    if has_kernels(v_NHe) and max(q_NHd.shape[-1], v_NHe.shape[-1]) <= WIDEST_HEAD:
+        rule = _on_cuda[-1] if _on_cuda else _own_kernels
+    return rule(*inputs, cu_seqlens, state_SHde, final_state, unit)
+
+
+def _own_kernels(
+    q_NHd: Tensor,
+    k_NHd: Tensor,
+    v_NHe: Tensor,
+    g_NH: Tensor,
+    beta_NH: Tensor,
+    cu_seqlens: Tensor,
+    state_SHde: Tensor | None,
+    final_state: bool,
+    unit: bool,
+) -> tuple[Tensor, Tensor | None]:
+    from mol.ops.kernels.delta import delta_rule
+
+    q, k = q_NHd, k_NHd
+    if not unit:
+        q, k = (l2norm(t.to(compute_dtype(t))) for t in (q, k))
+    q, k = q.to(v_NHe.dtype), k.to(v_NHe.dtype)
+    return delta_rule(q, k, v_NHe, g_NH, beta_NH, cu_seqlens, state_SHde, final_state)
