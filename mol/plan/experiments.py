@@ -7,10 +7,10 @@ from typing import Any, Literal
 import pydantic
 from pydantic import Field
 
-from mol.base import Frozen, UserError, one_line, read_toml
+from mol.base import Frozen, Size, Slug, UserError, one_line, read_toml
 from mol.data.config import Corpus, PackedLayout, PaddedLayout
 from mol.model.config import ModelConfig
-from mol.plan.spec import OptimSpec
+from mol.plan.spec import OptimSpec, Seed
 
 PAPER = Path(__file__).parent.parent / "paper"
 
@@ -20,9 +20,9 @@ class Recipe(Frozen):
 
     corpus: Corpus
     tokenizer: Literal["bpe", "gpt2"]
-    vocab_size: int
+    vocab_size: Size
     layout: PaddedLayout | PackedLayout = Field(discriminator="kind")
-    seq_len: int
+    seq_len: Size
     optim: OptimSpec
 
 
@@ -62,11 +62,12 @@ class BenchEntry(pydantic.BaseModel):
 class Paper(Frozen):
     """The runs of a paper, before a scale is chosen."""
 
-    seeds: tuple[int, ...]
+    title: str = ""  # of the paper, and where to find it
+    seeds: tuple[Seed, ...] = Field(min_length=1)
     recipes: dict[str, Recipe]
-    conditions: dict[str, Condition]
-    experiments: dict[str, Experiment]
-    benches: dict[str, BenchEntry]
+    conditions: dict[Slug, Condition]
+    experiments: dict[Slug, Experiment]
+    benches: dict[Slug, BenchEntry]
 
     @pydantic.model_validator(mode="after")
     def _check(self):
@@ -90,12 +91,18 @@ class Paper(Frozen):
         """The condition's architecture at the paper's size."""
         condition = self.conditions[slug]
         vocab_size = self.recipes[condition.recipe].vocab_size
-        return ModelConfig(vocab_size=vocab_size, **condition.model)
+        return ModelConfig.model_validate(condition.model | {"vocab_size": vocab_size})
 
 
-@functools.cache
 def load_experiments(folder: Path = PAPER) -> Paper:
     """Experiments and conditions below `folder`. Raises UserError naming the file and key."""
+    files = folder.resolve() / "conditions.toml", folder.resolve() / "experiments.toml"
+    stamps = [(file, file.stat().st_mtime_ns) for file in files if file.exists()]
+    return _load(folder, tuple(stamps))
+
+
+@functools.lru_cache(maxsize=8)
+def _load(folder: Path, stamps: tuple) -> Paper:
     conditions = read_toml(folder / "conditions.toml")
     experiments = read_toml(folder / "experiments.toml")
     if twice := sorted(conditions.keys() & experiments.keys()):
@@ -103,6 +110,13 @@ def load_experiments(folder: Path = PAPER) -> Paper:
             f"{folder / 'experiments.toml'}: {twice[0]} stands in conditions.toml too; leave one"
         )
     try:
-        return Paper.model_validate(conditions | experiments)
+        paper = Paper.model_validate(conditions | experiments)
     except pydantic.ValidationError as error:
         raise one_line(error, str(folder)) from None
+    for slug in paper.conditions:
+        try:
+            paper.model(slug)
+        except pydantic.ValidationError as error:
+            source = f"{folder / 'conditions.toml'}: conditions.{slug}.model"
+            raise one_line(error, source) from None
+    return paper

@@ -318,14 +318,12 @@ def test_figures_of_a_benchmark_that_is_ours_alone_stand_beside(suite):
         text + '\n[benches.toy-ours]\nprogram = "prefill"\nmodels = ["fancy"]\n'
         "smoke = { lengths = [32] }\npaper = { lengths = [128] }\n"
     )
-    load_experiments.cache_clear()
     suite.bench("toy-prefill")
     suite.bench("toy-ours", mode="compiled_graph", path="one_pass")
     row = suite.verdict("t2-128")
     assert row["verdict"] != "not judgeable here" and row["n_runs"] == 1
     assert "beside it 500,000 token/s with mode compiled_graph, path one_pass" in row["note"]
     experiments.write_text(text)
-    load_experiments.cache_clear()
     with pytest.raises(UserError, match="unknown benchmark 'toy-ours'"):
         load_experiments(suite.paper)
 
