@@ -71,10 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         message = ": ".join(filter(None, (str(error.filename or ""), reason_of(error))))
     except (MemoryError, RuntimeError) as error:
-        # torch says it in words of its own, on a CPU, or by a type that is not imported here.
-        if not isinstance(error, MemoryError) and not re.search(
-            r"allocate|out of memory", str(error)
-        ):
+        if isinstance(error, RuntimeError) and not NO_MEMORY.search(str(error)):
             raise
         message = "out of memory; choose smaller sizes or a larger machine"
     except KeyboardInterrupt:

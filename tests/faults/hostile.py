@@ -253,3 +253,19 @@ WORDS = [
     ["data", "--spec", "absent.json", "--out", "o"],
     ["data", "--corpus", "../wikitext103"],
 ]
+
+DENSE = 'layer = {kind = "dense", n_heads = 1, d_ff = 64}'
+SPLIT = 'layer = {kind = "split", d_thin = 16, n_heads = 2, n_blocks = 4, top_k = 1, d_ff = 8'
+
+# A model as TOML, without its vocabulary.
+MODELS = {
+    "a layer is a list": "d_model = 64\nn_layers = 1\nlayer = []",
+    "no layer": "d_model = 64\nn_layers = 1\nlayer = {}",
+    "endless depth": f"d_model = 64\nn_layers = 1001\n{DENSE}",
+    "text for a number": f'd_model = "wide"\nn_layers = 1\n{DENSE}',
+    "infinite base": f"d_model = 64\nn_layers = 1\nrope_base = inf\n{DENSE}",
+    "all blocks shared": f"d_model = 64\nn_layers = 1\n{SPLIT}, n_shared = 4}}",
+    "no tensor is so large": "d_model = 64\nn_layers = 1\n"
+    + SPLIT.replace("16", "16777216").replace("= 4", "= 16777216")
+    + "}",
+}

@@ -8,6 +8,7 @@ import pytest
 from hostile import (
     CONFIGURATIONS,
     DEFINITIONS,
+    MODELS,
     RAW_SPECIFICATIONS,
     SPECIFICATIONS,
     TEXTS,
@@ -141,6 +142,13 @@ def test_definition_file(refused, file, content):
     elif content is not None:
         path.write_bytes(content)
     assert "paper" in refused("store", "build", "--paper", "paper", "--db", "d/mol.duckdb")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model(refused, name):
+    put(refused.folder / "m.toml", f"vocab_size = 100\n{MODELS[name]}\n")
+    line = refused("counts", "--config", "m.toml")
+    assert "m.toml: " in line or "out of memory" in line
 
 
 @pytest.mark.parametrize("words", WORDS, ids=lambda words: repr(" ".join(words))[:60])
