@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 
 import torch
 
+from mol.cli import main
 from mol.model.config import ModelConfig
 from mol.model.transformer import LanguageModel
 from mol.plan.build import plan
@@ -109,3 +110,8 @@ def finished_run(folder, data, meta, model: ModelConfig, condition: str):
         ),
     )
     return run
+
+
+def export(results, *arguments) -> int:
+    """The exit code of `mol export` with these arguments."""
+    return main(["export", *map(str, arguments), "--results", str(results.folder)])

@@ -1,9 +1,8 @@
-"""`mol export`: a folder that loads where `mol` is not installed, and one line for bad input."""
+"""`mol export`: a folder that loads where `mol` is not installed, and computes the same."""
 
 import ast
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
-from small_runs import FAMILIES, drawn
+from safetensors.torch import load_file
+from small_runs import FAMILIES, drawn, export
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -56,10 +55,6 @@ with torch.no_grad():
         assert torch.equal(again(ids).logits, found["logits"])
 assert "mol" not in sys.modules
 """
-
-
-def export(results, *arguments) -> int:
-    return main(["export", *map(str, arguments), "--results", str(results.folder)])
 
 
 @pytest.fixture(scope="module")
@@ -213,138 +208,6 @@ def test_weights_alone_are_exported_with_the_tokenizer_they_name(results, tmp_pa
     assert main(["export", *arguments, "--data", str(results.corpus)]) == 0
     assert (tmp_path / "out/model.safetensors").read_bytes() == first
     assert not list(tmp_path.glob(".out*"))
-
-
-def copied(results, tmp_path) -> Path:
-    """A run of its own to damage, in a results folder of its own."""
-    folder = tmp_path / "results"
-    folder.mkdir(parents=True)
-    (folder / "data").symlink_to(results.folder / "data")
-    run = results.run(HYBRID)
-    target = folder / "runs" / "smoke" / run.name
-    target.mkdir(parents=True)
-    for path in run.iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
-    return target
-
-
-def edit_record(run: Path, change) -> None:
-    record = json.loads((run / "record.json").read_text("utf-8"))
-    change(record)
-    (run / "record.json").write_text(json.dumps(record), "utf-8")
-
-
-def other_weights(run: Path, change, metadata=None) -> None:
-    path = run / "model.safetensors"
-    pins = {"tokenizer_sha256": json.loads((run / "record.json").read_text("utf-8"))["provenance"]
-            ["data"]["tokenizer_sha256"]}  # fmt: skip
-    weights = load_file(path)
-    change(weights)
-    save_file(weights, path, metadata=pins if metadata is None else metadata)
-
-
-DAMAGE = {
-    "no record": (lambda run: (run / "record.json").unlink() or (run / "state.pt").touch(),
-                  "no finished run"),
-    "no weights": (lambda run: (run / "model.safetensors").unlink(), "model.safetensors"),
-    "cut weights": (lambda run: os.truncate(run / "model.safetensors", 5000), "unreadable"),
-    "a weight missing": (lambda run: other_weights(run, lambda w: w.pop("norm.weight")),
-                         "norm.weight"),
-    "another shape": (
-        lambda run: other_weights(run, lambda w: w.update({"norm.weight": torch.ones(3)})),
-        "norm.weight",
-    ),
-    "a number lost": (
-        lambda run: other_weights(run, lambda w: w["norm.weight"].fill_(torch.nan)),
-        "norm.weight holds NaN",
-    ),
-    "another tokenizer": (
-        lambda run: other_weights(run, lambda w: None, {"tokenizer_sha256": "0" * 64}),
-        "000000000000",
-    ),
-    "another model": (
-        lambda run: edit_record(run, lambda r: r["spec"]["model"].update(n_layers=3)), "run_id"),
-    "unknown key": (
-        lambda run: edit_record(run, lambda r: r["spec"]["model"].update(n_layer=3)), "n_layer"),
-    "wrong shape": (
-        lambda run: edit_record(run, lambda r: r["spec"]["model"]["layer"].update(top_k=99)),
-        "top_k"),
-    "broken record": (lambda run: (run / "record.json").write_text("{"), "record.json"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_a_broken_run_ends_in_one_line(results, tmp_path, capsys, name):
-    run = copied(results, tmp_path)
-    damage, message = DAMAGE[name]
-    damage(run)
-    assert main(["export", str(run), "--to", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and message in error
-    assert not (tmp_path / "out").exists()
-
-
-def test_stored_architectures_are_checked(results, tmp_path, capsys):
-    for config, message in (
-        ({}, "vocab_size"),
-        (HYBRID.model_dump(mode="json") | {"depth": 3}, "depth"),
-        (HYBRID.model_dump(mode="json") | {"d_model": 100}, "does not fit"),
-    ):
-        run = copied(results, tmp_path / message)
-        metadata = {"tokenizer_sha256": results.meta.tokenizer_sha256, "config": json.dumps(config)}
-        other_weights(run, lambda weights: None, metadata)
-        (run / "record.json").unlink()
-        assert main(["export", str(run), "--to", str(tmp_path / "out")]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1 and message in error
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("gone", "no train run 'gone'"),
-        ("mol-top3", "names 3 runs"),
-        ("dense-softmax-85m", "not trained yet"),
-        ("{file}", "not a folder"),
-        ("{empty}", "no finished run"),
-    ],
-)
-def test_an_unknown_run_ends_in_one_line(results, tmp_path, capsys, name, message):
-    (tmp_path / "file").touch()
-    (tmp_path / "empty").mkdir()
-    name = name.format(file=tmp_path / "file", empty=tmp_path / "empty")
-    assert export(results, name, "--to", tmp_path / "out") == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and message in error
-
-
-def test_a_folder_with_other_files_is_left_alone(results, tmp_path, capsys):
-    run = results.run(HYBRID)
-    out = tmp_path / "out"
-    out.mkdir()
-    assert export(results, run, "--to", out) == 0  # an empty folder is used
-    (out / "thesis.tex").write_text("years of work")
-    assert export(results, run, "--to", out) == 2
-    assert "thesis.tex" in capsys.readouterr().err
-    assert (out / "thesis.tex").exists()
-    assert export(results, run, "--to", out / "thesis.tex") == 2
-    assert "a file" in capsys.readouterr().err
-
-
-def test_a_full_disk_leaves_the_earlier_export(results, tmp_path, capsys):
-    run, out = results.run(HYBRID), tmp_path / "out"
-    assert export(results, run, "--to", out) == 0
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))  # below the weights' size
-    try:
-        assert export(results, run, "--to", out) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "cannot be written" in error
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_kernels_of_an_export_register_beside_this_packages_own(exported, tmp_path):
