@@ -137,7 +137,7 @@ def paper_rows(path: Path = PAPER / "counts.toml") -> list[dict]:
         printed = _PrintedCounts(**read_toml(path))
     except pydantic.ValidationError as error:
         raise one_line(error, str(path)) from None
-    paper = load_experiments()
+    paper = load_experiments(path.parent)
     rows = []
     for row in printed.rows:
         if row.condition is not None and row.condition not in paper.conditions:

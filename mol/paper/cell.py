@@ -130,7 +130,20 @@ class Cell(Frozen):
             raise ValueError("op and versus come together")
         if self.op and not self.metric:
             raise ValueError("an op needs a metric")
+        if self.metric and self.unit not in self._units():
+            what = f"{self.op} of {self.metric}" if self.op else self.metric
+            allowed = " or ".join(self._units())
+            raise ValueError(f"unit {self.unit!r} does not go with {what}, which is in {allowed}")
         return self
+
+    def _units(self) -> tuple[str, ...]:
+        """Units that a number of this metric and operation may be printed in."""
+        if self.op:
+            of_op = {"ratio": ("ratio",), "percent": ("%",), "crossover": ("step", "length", "%")}
+            if self.op in of_op:
+                return of_op[self.op]
+        unit = METRICS[self.metric]
+        return {"fraction": ("%", "pt", "fraction"), "s": ("h",)}.get(unit, (unit,))
 
     @property
     def number(self) -> Printed | None:

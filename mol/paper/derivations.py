@@ -123,7 +123,9 @@ def judge(check: Check, cells: dict[str, Cell]) -> Row:
     def known(cell_id: str) -> Cell:
         cell = cells.get(cell_id)
         if cell is None or cell.number is None:
-            raise UserError(f"check {check.id}: {cell_id!r} is not a cell with a number")
+            raise UserError(
+                f"check {check.id}: {cell_id!r} is not a cell of reported.csv with a number"
+            )
         return cell
 
     if check.of:
@@ -207,4 +209,8 @@ def load_checks(folder: Path) -> tuple[Check, ...]:
 def check_paper(paper: Paper) -> list[Row]:
     """Every check of the paper's folder, judged, in the order of the file."""
     cells = {cell.cell_id: cell for cell in paper.cells}
-    return [judge(check, cells) for check in load_checks(paper.folder)]
+    checks = load_checks(paper.folder)
+    try:
+        return [judge(check, cells) for check in checks]
+    except UserError as error:
+        raise UserError(f"{paper.folder / 'derivations.toml'}: {error}") from None

@@ -13,18 +13,21 @@ def configure(parser: ArgumentParser) -> None:
         "--audit-page", type=Path, metavar="FILE",
         help="write only this Markdown page, from the shipped records and no database",
     )  # fmt: skip
+    parser.add_argument("--paper", type=Path, metavar="FOLDER", help="of another paper's data")
     parser.add_argument("--records", type=Path, default=Path("results/records"), metavar="FOLDER")
     parser.add_argument("--json", action="store_true", help="print the written files as JSON")
 
 
 def run(args: Namespace) -> int:
     """Write everything; prints the files, or how many. Raises UserError without a database."""
+    from mol.plan.experiments import PAPER, load_experiments
+
+    paper = args.paper or PAPER
     if args.audit_page:
         from mol.report.audit_page import write_audit_page
 
-        _print([write_audit_page(args.audit_page, args.records)], args.json)
+        _print([write_audit_page(args.audit_page, args.records, paper)], args.json)
         return 0
-    from mol.plan.experiments import PAPER
     from mol.report.figures import write_figures
     from mol.report.ledger import ledger_rows
     from mol.report.page import Extras, write_page
@@ -34,11 +37,12 @@ def run(args: Namespace) -> int:
 
     source = Source(args.db)
     tables = write_tables(args.db, args.out)
-    figures = write_figures(source, args.figures)
+    figures = write_figures(source, args.figures, paper)
     extras = Extras(
-        counts=_counts(PAPER / "counts.toml"),
-        settings=ledger_rows(PAPER, source.table("effects")),
-        protocols=protocol_rows(args.db),
+        counts=_counts(paper / "counts.toml"),
+        settings=ledger_rows(paper, source.table("effects")),
+        protocols=protocol_rows(args.db, paper),
+        title=load_experiments(paper).title,
     )
     page = write_page(source, figures, extras, args.out)
     files = [*tables, page, *(path for figure in figures for path in (figure.svg, figure.png))]

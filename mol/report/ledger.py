@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mol.base import UserError
 from mol.paper.settings import load_settings
 from mol.plan.experiments import Paper, load_experiments
 from mol.report.effects import effects_of
@@ -20,6 +21,14 @@ def ledger_rows(folder: Path, pairs: list[Row]) -> list[Row]:
     if not (folder / "settings.toml").is_file():
         return []
     plan = load_experiments(folder)
+    for number, row in enumerate(load_settings(folder), 1):
+        known = {"experiments": plan.experiments, "conditions": plan.conditions | plan.benches}
+        for name, names in known.items():
+            if unknown := [value for value in getattr(row, name) if value not in names]:
+                raise UserError(
+                    f"{folder / 'settings.toml'}: row {number} ({row.setting}): {name}: "
+                    f"{unknown[0]!r} is not defined"
+                )
     return [_with_effect(row.model_dump(), pairs, plan) for row in load_settings(folder)]
 
 

@@ -58,6 +58,7 @@ class Extras:
     counts: list[Row] = field(default_factory=list)
     settings: list[Row] = field(default_factory=list)
     protocols: list[Row] = field(default_factory=list)
+    title: str = ""  # of the paper
 
 
 def write_page(source: Source, figures: list[Figure], extras: Extras, out: Path) -> Path:
@@ -79,6 +80,7 @@ def render(source: Source, figures: list[Figure], extras: Extras) -> str:
     sections, rest = _sections(source, figures, extras)
     complete = Counter(run["scale"] for run in source.runs.values() if run["status"] == "complete")
     return _environment().get_template("page.html").render(
+        title=extras.title,
         total=len(views),
         kinds=sorted(Counter(view.cell["kind"] for view in views).items()),
         tables=sorted({view.cell["table"] for view in views}, key=_table_order),

@@ -72,6 +72,7 @@ def test_another_side_of_a_benchmark_replaces_labels(folder):
         "condition": "speed",
         "metric": "prefill_tokens_per_s",
         "labels": "length=4096;model=large;cache=true",
+        "unit": "ratio",
         "op": "ratio",
         "versus": "model=small",
     }
@@ -181,3 +182,17 @@ def test_printed_units_against_record_units():
     assert paper.cell("t05.mol.wall").per_metric_unit == 1 / 3600
     assert paper.cell("t12.1024.growth").per_metric_unit == 1
     assert paper.cell("t02.deltanet-1p3of15.ppl").per_metric_unit == 1
+
+
+@pytest.mark.parametrize(
+    "change, what",
+    [
+        ({"unit": "ms"}, "unit 'ms' does not go with ppl, which is in ppl/token"),
+        ({"metric": "acc"}, "unit 'ppl/token' does not go with acc, which is in % or pt or frac"),
+        ({"op": "ratio", "versus": "large"}, "does not go with ratio of ppl, which is in ratio"),
+        ({"op": "crossover", "versus": "large", "unit": "h"}, "crossover of ppl, which is in step"),
+    ],
+)
+def test_a_unit_that_its_metric_does_not_have_is_refused(folder, change, what):
+    with pytest.raises(UserError, match=what):
+        load_paper(write(folder, {**ROW, **change}))

@@ -267,3 +267,25 @@ def test_report_command_lists_what_it_wrote(tmp_path, capsys):
     assert str(tmp_path / "out/index.html") in files
     assert main(["report", "--db", str(tmp_path / "absent.duckdb"), *options]) == 2
     assert "absent.duckdb" in capsys.readouterr().err
+
+
+def test_the_report_of_another_paper_has_nothing_of_this_one(tmp_path, capsys):
+    paper = write_paper(tmp_path / "paper")
+    title = 'title = "A paper that does not exist"\n'
+    experiments = paper / "experiments.toml"
+    experiments.write_text(title + experiments.read_text())
+    where = ["--paper", str(paper), "--db", str(tmp_path / "db")]
+    nowhere = ["--runs", str(tmp_path / "none"), "--records", str(tmp_path / "none")]
+    assert main(["store", "build", *where, *nowhere]) == 0
+    out = ["--out", str(tmp_path / "out"), "--figures", str(tmp_path / "figures")]
+    assert main(["report", *where, *out]) == 0
+    html = (tmp_path / "out" / "index.html").read_text("utf-8")
+    assert "<title>Reported and reproduced: A paper that does not exist</title>" in html
+    assert "X1" in html and "E01" not in html and "Mixture of Layers" not in html
+    (paper / "settings.toml").write_text(
+        '[[settings]]\nexperiments = ["X9"]\nsetting = "lr"\nvalue = 1\n'
+        'status = "stated"\nsource = "4"\n'
+    )
+    capsys.readouterr()
+    assert main(["report", *where, *out]) == 2
+    assert "row 1 (lr): experiments: 'X9' is not defined" in capsys.readouterr().err
