@@ -36,6 +36,7 @@ from mol.ops.kernels.delta_solve import (
     CHUNK,
     chain_launch,
     find_chunk,
+    flip_rows,
     load_rows,
     load_sums,
     shapes,
@@ -76,7 +77,8 @@ def _states(
         new = u_c.to(tl.float32) - tl.dot(w_c, narrow, input_precision=PRECISION)
         store_rows(u, new, row, end, head, HEADS, E, 64, COLUMNS, first)
         grown = (new * tl.exp(last - sums)[:, None]).to(k_c.dtype)
-        state = state * tl.exp(last) + tl.dot(tl.trans(k_c), grown, input_precision=PRECISION)
+        k_t = flip_rows(k_c, k, row, end, head, HEADS, D, D_WIDE)
+        state = state * tl.exp(last) + tl.dot(k_t, grown, input_precision=PRECISION)
     if WANTS_FINAL:
         tl.store(final + at, state, mask)
 

@@ -46,6 +46,7 @@ from mol.ops.kernels.delta_solve import (
     CHUNK,
     chain_launch,
     find_chunk,
+    flip_rows,
     load_rows,
     load_scalars,
     load_sums,
@@ -94,13 +95,16 @@ def _states_backward(
         grad_v = tl.dot(scores.to(k_c.dtype), grad_c, input_precision=PRECISION) * scale
         grown = tl.dot(k_c, narrow, input_precision=PRECISION)
         grad_v += grown * tl.exp(last - sums)[:, None]
-        solved = tl.dot(tl.trans(t_c), grad_v.to(t_c.dtype), input_precision=PRECISION)
+        t_t = flip_rows(t_c, t, row, end, head, HEADS, 64, 64)
+        solved = tl.dot(t_t, grad_v.to(t_c.dtype), input_precision=PRECISION)
         store_rows(grad_r, solved, row, end, head, HEADS, E, 64, COLUMNS, first)
         shrink = tl.exp(sums)[:, None]
         from_o = (grad_c.to(tl.float32) * shrink * scale).to(q_c.dtype)
-        grad = grad * tl.exp(last) + tl.dot(tl.trans(q_c), from_o, input_precision=PRECISION)
+        q_t = flip_rows(q_c, q, row, end, head, HEADS, D, D_WIDE)
+        grad = grad * tl.exp(last) + tl.dot(q_t, from_o, input_precision=PRECISION)
         from_r = (solved * shrink * -step[:, None]).to(k_c.dtype)
-        grad += tl.dot(tl.trans(k_c), from_r, input_precision=PRECISION)
+        k_t = flip_rows(k_c, k, row, end, head, HEADS, D, D_WIDE)
+        grad += tl.dot(k_t, from_r, input_precision=PRECISION)
     if WANTS_INITIAL:
         tl.store(grad_initial + at, grad, mask)
 

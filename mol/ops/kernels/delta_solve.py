@@ -76,6 +76,25 @@ def load_rows(
 
 
 @triton.jit
+def flip_rows(
+    x_c, x, row, end, head, HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """The transposed of a chunk's rows `x_c`, to be the first factor of a product.
+
+    16-bit rows are flipped in shared memory, where the tensor cores read either order. fp32 would
+    be flipped in registers, which a compiler for Hopper may get wrong (see `delta_backward`), so
+    it is read once more, by columns.
+    """
+    if x_c.dtype == tl.float32:
+        rows, column = row + tl.arange(0, 64), tl.arange(0, WIDE)
+        mask = (column < WIDTH)[:, None] & (rows < end)[None, :]
+        at = ((rows * HEADS + head) * WIDTH)[None, :] + column[:, None]
+        return tl.load(x + at, mask, other=0.0)
+    else:
+        return tl.trans(x_c)
+
+
+@triton.jit
 def store_rows(
     x, values, row, end, head, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, WIDE: tl.constexpr, first=0,
