@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -124,14 +124,16 @@ def completed(
     notes: Sequence[str] = (),
     data: dict[str, str] | None = None,
 ) -> Record:
-    """The record of a run that has just ended."""
+    """The record of a run that has just ended. Its finish is its start and the time that passed: a
+    system clock that is set back meanwhile makes no run end before it began."""
+    wall_s = time.monotonic() - started.clock
     return Record(
         run_id=spec.run_id,
         spec=spec,
         status="complete",
         started=started.at,
-        finished=datetime.now(UTC),
-        wall_s=time.monotonic() - started.clock,
+        finished=started.at + timedelta(seconds=wall_s),
+        wall_s=wall_s,
         hardware=hardware(device),
         provenance=provenance(group, data),
         metrics=tuple(metrics),

@@ -1,14 +1,17 @@
 """What the fault tests start, kill, starve and limit; a forked process finds it by name."""
 
+import datetime
 import os
 import resource
 import signal
+import time
 from pathlib import Path
 
 import torch
 
 from mol.cli import main
 from mol.store.record import Record, save_record
+from mol.train import environment
 from mol.train.checkpoint import save_state
 from mol.train.loop import Trainer, write_curve
 
@@ -56,3 +59,47 @@ def write_curves(folder: Path, rows: list[tuple[int, int, str, float]]) -> None:
     while True:
         value += 1
         write_curve(folder / "curve.parquet", [(*row[:3], value) for row in rows])
+
+
+def set_clock_back(argv: list[str], step: int) -> int:
+    """`mol train` on a machine whose clock is set back a day when `step` steps are done."""
+    true_time, go_on, moved = time.time, Trainer.train_step, []
+
+    class Clock(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls.fromtimestamp(time.time(), tz)
+
+    def train_step(trainer):
+        if trainer.step == step:
+            moved.append(86_400)
+        return go_on(trainer)
+
+    time.time = lambda: true_time() - sum(moved)
+    environment.datetime, Trainer.train_step = Clock, train_step
+    code = command(argv)
+    assert moved
+    return code
+
+
+def mirror_one(path: Path, barrier, found, experiments: list[str]) -> None:
+    """One of several writers of a tracking store that begin at the same moment."""
+    from mol.store.track_command import mirror
+
+    barrier.wait(60)
+    mirror(path, [(found, experiments)])
+
+
+def train_when_told(argv: list[str], barrier) -> int:
+    """`mol train` that stands still after its first step until the barrier opens."""
+    go_on = Trainer.train_step
+
+    def train_step(trainer):
+        loss = go_on(trainer)
+        if trainer.step == 1:
+            barrier.wait(60)
+            barrier.wait(60)
+        return loss
+
+    Trainer.train_step = train_step
+    return command(argv)
