@@ -7,11 +7,10 @@ from pathlib import Path
 
 import torch
 
-from mol.base import UserError
 from mol.data.meta import CorpusMeta, load_meta
 from mol.evaluate.perplexity import evaluate_split, scoring_batch
 from mol.model.counts import active_parameters, total_parameters
-from mol.ops.selfcheck import run_checks
+from mol.ops.trusted import check_kernels
 from mol.plan.spec import TrainSpec
 from mol.store.record import Metric, Record, save_record
 from mol.train.checkpoint import STATE, save_weights
@@ -76,22 +75,6 @@ def _held_out(spec: TrainSpec, trained: Trained, corpus: Path, meta: CorpusMeta,
             spec.data.layout.kind == "padded",
             spec.precision == "bf16",
         )
-
-
-def check_kernels(device: torch.device) -> list[str]:
-    """On a GPU, compare every fast path and gradient with its reference before training on them:
-    some compiler versions compute wrong gradients from right outputs. Returns a note for the
-    record. Raises UserError naming the paths that fail."""
-    if device.type != "cuda":
-        return []
-    checks = run_checks("cuda")
-    failed = [check.name for check in checks if not check.passed]
-    if failed:
-        raise UserError(
-            f"self-check failed on this GPU: {', '.join(failed)}; training refused. "
-            "`mol selfcheck --device cuda` shows the errors and versions"
-        )
-    return [f"self-check before training: {len(checks)} of {len(checks)} passed"]
 
 
 def execute(

@@ -4,7 +4,6 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
@@ -15,10 +14,8 @@ from mol.data.config import DataSpec, FileSource, PaddedLayout
 from mol.data.packing import prepare
 from mol.model.config import DenseLayer, ModelConfig, SplitLayer
 from mol.model.transformer import LanguageModel
-from mol.ops.selfcheck import Check
 from mol.plan.spec import EvalSpec, OptimSpec, TrainSpec
 from mol.store.record import load_record
-from mol.train import run
 from mol.train.checkpoint import STATE, WEIGHTS, load_weights
 from mol.train.loop import Trainer, train
 from mol.train.optimizer import is_decayed
@@ -239,19 +236,3 @@ def test_a_run_starts_without_importing_the_compiler():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
-
-
-def test_a_gpu_whose_kernels_are_wrong_is_refused(monkeypatch):
-    gpu = torch.device("cuda")
-    good = Check("one-pass stage", "cuda", "bfloat16", 1e-3, 5e-2, "output 0")
-    for bad in (
-        replace(good, error=0.4),
-        replace(good, error=float("nan")),
-        replace(good, error=None),
-    ):
-        monkeypatch.setattr(run, "run_checks", lambda device, bad=bad: [good, bad])
-        with pytest.raises(UserError, match="self-check failed.*training refused"):
-            run.check_kernels(gpu)
-    monkeypatch.setattr(run, "run_checks", lambda device: [good, good])
-    assert run.check_kernels(gpu) == ["self-check before training: 2 of 2 passed"]
-    assert run.check_kernels(CPU) == []
