@@ -26,8 +26,8 @@ and keeps .R and .S'. As .A = -tril(.R V'^T, -1) and the gradients of W and U ne
 where the first line of .G holds because G_i scales row i of Q with y and D, and undoes the scale of
 row i of K everywhere but in A's rows and in the term with y, whose sign is the other.
 
-Saved are T, V', S and G (four times the bytes of v with T and S at d = e = 64); U, W, A and the
-scores are worked out again or not needed. Transposed factors are made by transposing what was
+Saved are T, V' and S (three times the bytes of v at d = e = 64) and G; U, W and A are not needed,
+and the scores are worked out again. Transposed factors are made by transposing what was
 loaded, or by a product of their own: Triton 3.4 to 3.7 on Hopper gives wrong results where a
 product's result is transposed in registers and then is the first factor of another.
 
