@@ -16,7 +16,7 @@ from mol.plan.spec import TrainSpec, ZeroShotSpec
 from mol.store.record import load_record
 from mol.train.checkpoint import WEIGHTS, load_weights
 
-BATCH = {"cpu": (32, 2048), "cuda": (1024, 131_072)}  # sequences, padded tokens
+BATCH = {"cpu": (32, 2048), "cuda": (512, 131_072)}  # sequences, padded tokens
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def load_scorer(
     """Its model on `device`. Raises UserError when the weights are absent, or were trained with
     another tokenizer."""
     model = LanguageModel(trained.spec.model)
-    load_weights(trained.folder, model, trained.meta.tokenizer_sha256)
+    load_weights(trained.folder, model, trained.meta.tokenizer_sha256, trained.run_id)
     batch_size, batch_tokens = BATCH[device.type]
     mixed = trained.spec.precision == "bf16" and device.type == "cuda"
     return Scorer(

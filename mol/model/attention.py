@@ -126,8 +126,9 @@ class SoftmaxAttention(Stackable):
         else:
             o_NHd = segment_attention(q, k, v, plan.cu_seqlens, plan.length)
             if cache is not None:
-                cache.keys_SHLd[plan.segment_N, :, plan.within_N] = k
-                cache.values_SHLd[plan.segment_N, :, plan.within_N] = v
+                held = cache.keys_SHLd.dtype  # the weights', which autocast does not keep to
+                cache.keys_SHLd[plan.segment_N, :, plan.within_N] = k.to(held)
+                cache.values_SHLd[plan.segment_N, :, plan.within_N] = v.to(held)
                 cache.used_S.copy_(plan.cu_seqlens.diff())
         return self._project(o_NHd.reshape(x_NM.shape), plan, self.out)
 

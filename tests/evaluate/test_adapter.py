@@ -174,6 +174,21 @@ def test_the_suites_models_branch_and_equal_the_stock_adapter(tokenizer, pairs, 
     agree(got.loglikelihood(requests), expected)
 
 
+@pytest.mark.parametrize("kind", ["dense", "dense_deltanet", "sparse", "deltanet_1p2of5"])
+def test_branches_under_autocast(kind):
+    """As on a GPU: weights and caches in fp32, products in bf16."""
+    torch.manual_seed(1)
+    model = LanguageModel(SMALL[kind].model_copy(update={"init_std": 0.2})).eval()
+    rng = random.Random(6)
+    contexts = [tuple(rng.choices(range(50), k=6)) for _ in range(4)]
+    options = [tuple(rng.choices(range(50), k=2 + i)) for i in range(3)]
+    pairs = [(context, option) for context in contexts for option in options]
+    exact = Scorer(model, max_length=32).score(pairs)
+    low = Scorer(model, max_length=32, autocast=torch.bfloat16).score(pairs)
+    apart = [abs(a[0] - b[0]) for a, b in zip(exact, low, strict=True)]
+    assert 0 < max(apart) < 0.2
+
+
 def test_shared_contexts_are_computed_once(gpt2, tokenizer):
     """Counted: three options of one context, two of them long; one alone; one-token options."""
     pairs = [((1, 2, 3, 4), option) for option in ((5,), (6, 7), (6, 8, 9, 2))]
