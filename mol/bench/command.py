@@ -24,7 +24,7 @@ LENGTHS = {
 }
 # A program without such an argument refuses the option, by its configuration.
 OPTIONS = (
-    "device", "dtype", "warmup", "repeats", "batch_size", "compiled", "paths", "run_as",
+    "device", "dtype", "warmup", "repeats", "batch_size", "paths", "run_as",
     "devices",
 )  # fmt: skip
 
@@ -44,11 +44,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--warmup", type=int, help="calls before timing starts")
     parser.add_argument("--repeats", type=int, help="timed calls")
-    parser.add_argument("--compiled", action="store_true", default=None, help="dispatch: compile")
     parser.add_argument(
         "--paths", nargs="+", metavar="PATH", help="prefill: one_pass, loop, batched"
     )
-    parser.add_argument("--run-as", help="prefill: paper (eager, FlashAttention-2) or fastest")
+    parser.add_argument(
+        "--run-as",
+        metavar="WAY",
+        help="prefill: paper or fastest; dispatch: eager, compiled or graph",
+    )
     parser.add_argument("--devices", type=int, help="sharding: how many devices")
     parser.add_argument("--json", action="store_true", help="print the record")
 

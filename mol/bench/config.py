@@ -68,7 +68,9 @@ class DispatchCase(Frozen):
 
 
 class DispatchBench(Timed):
-    """2.3: forward time of one softmax split stage, dense restricted against sparse."""
+    """2.3: forward time of one softmax split stage, dense restricted against sparse; with
+    `n_layers` that of a whole model of such stages with its head. Run eagerly, through
+    torch.compile, or as a CUDA graph."""
 
     program: Literal["dispatch"] = "dispatch"
     d_model: Count
@@ -78,11 +80,13 @@ class DispatchBench(Timed):
     cases: tuple[DispatchCase, ...]
     seq_len: Count
     batch_size: Count
-    compiled: bool = False
+    n_layers: Count | None = None
+    vocab_size: Count = 32_000
+    run_as: Literal["eager", "compiled", "graph"] = "eager"
 
     @model_validator(mode="after")
     def _check(self):
-        if self.compiled and self.dtype != "bf16":
+        if self.run_as == "compiled" and self.dtype != "bf16":
             raise ValueError("compiled needs dtype = bf16, where torch traces its grouped product")
         return self
 

@@ -1,54 +1,101 @@
-"""2.3: one softmax split stage, each block on its own tokens only against dense attention that
-masks the others; router, gather and scatter included."""
+"""2.3: softmax split stages, each block on its own tokens only against dense attention that masks
+the others; router, gather and scatter included."""
+
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from mol.bench.common import DTYPES, Outcome, mode_of, out_of_memory_noted, told
+from mol.bench.common import (
+    DTYPES,
+    Outcome,
+    mode_of,
+    out_of_memory_noted,
+    random_ids,
+    random_model,
+    told,
+)
 from mol.bench.config import DispatchBench, DispatchCase
-from mol.bench.paths import dense_restricted
+from mol.bench.paths import dense_restricted, stages_by
 from mol.bench.timing import interleave
-from mol.model.config import SplitLayer
+from mol.model.config import ModelConfig, SplitLayer
 from mol.model.split_stage import SplitStage
 from mol.ops.attention import Rope
+from mol.ops.graph import Captured
 from mol.ops.tracing import compiled
 
 
-def stage_of(spec: DispatchBench, case: DispatchCase) -> SplitStage:
-    """The stage of one case, on the current device, random weights from the global generator."""
-    layer = SplitLayer(
+def layer_of(spec: DispatchBench, case: DispatchCase) -> SplitLayer:
+    return SplitLayer(
         d_thin=spec.d_thin,
         n_heads=spec.n_heads,
         n_blocks=case.n_blocks,
         top_k=case.top_k,
         d_ff=spec.d_ff,
     )
-    return SplitStage(layer, spec.d_model)
 
 
 def run(spec: DispatchBench, device: torch.device, seed: int) -> Outcome:
     """`dispatch_ms` of both paths and `dispatch_speedup`, the ratio of their medians, by case.
-    The forward pass is timed, the two paths in turn."""
+    The forward pass is timed, the two paths in turn; on a CPU nothing is captured."""
     metrics, notes = [], []
-    mode = mode_of(compiled=spec.compiled, graphed=False)
-    rope = Rope(spec.d_thin // spec.n_heads)
-    shape = (spec.batch_size, spec.seq_len, spec.d_model)
+    graphed = spec.run_as == "graph" and device.type == "cuda"
+    mode = mode_of(compiled=spec.run_as == "compiled", graphed=graphed)
     for case in spec.cases:
-        torch.manual_seed(seed)
-        with torch.device(device):
-            stage = stage_of(spec, case).to(DTYPES[spec.dtype]).eval()
-            x_BTD = torch.randn(shape, dtype=DTYPES[spec.dtype])
-        paths = {"dense_restricted": dense_restricted(stage), "sparse": stage.forward}
-        if spec.compiled:
-            paths = {name: compiled(path) for name, path in paths.items()}
         labels = {"top_k": case.top_k, "n_blocks": case.n_blocks, "mode": mode}
-        calls = {
-            name: lambda path=path, x_BTD=x_BTD: path(x_BTD, rope) for name, path in paths.items()
-        }
+        if spec.n_layers:
+            labels |= {"layers": spec.n_layers}
         with torch.no_grad(), out_of_memory_noted(notes, f"{case.top_k} of {case.n_blocks}"):
+            paths, given = (_model if spec.n_layers else _stage)(spec, case, device, seed)
+            if spec.run_as == "compiled":
+                paths = {name: compiled(path) for name, path in paths.items()}
+            if graphed:
+                paths = {name: Captured(path, given) for name, path in paths.items()}
+            calls = {name: lambda f=path, x=given: f(x) for name, path in paths.items()}
             timings = interleave(calls, spec.warmup, spec.repeats, device)
             for path, timing in timings.items():
                 labels_of = labels | {"path": path}
                 metrics.append(told(timing.duration("dispatch_ms", "ms", labels_of)))
             dense, sparse = timings["dense_restricted"], timings["sparse"]
-            metrics.append(dense.over(sparse, "dispatch_speedup", labels))
+            metrics.append(told(dense.over(sparse, "dispatch_speedup", labels)))
     return Outcome(metrics, notes)
+
+
+def _stage(
+    spec: DispatchBench, case: DispatchCase, device: torch.device, seed: int
+) -> tuple[dict[str, Callable], Tensor]:
+    """One stage by both paths, and its input."""
+    torch.manual_seed(seed)
+    rope = Rope(spec.d_thin // spec.n_heads)
+    with torch.device(device):
+        stage = SplitStage(layer_of(spec, case), spec.d_model).to(DTYPES[spec.dtype]).eval()
+        shape = (spec.batch_size, spec.seq_len, spec.d_model)
+        x_BTD = torch.randn(shape, dtype=DTYPES[spec.dtype])
+    restricted = dense_restricted(stage)
+    paths = {"dense_restricted": lambda x: restricted(x, rope), "sparse": lambda x: stage(x, rope)}
+    return paths, x_BTD
+
+
+def _model(
+    spec: DispatchBench, case: DispatchCase, device: torch.device, seed: int
+) -> tuple[dict[str, Callable], Tensor]:
+    """A whole model by both paths, and its tokens; all logits are computed."""
+    config = ModelConfig(
+        vocab_size=spec.vocab_size,
+        d_model=spec.d_model,
+        n_layers=spec.n_layers,
+        layer=layer_of(spec, case),
+    )
+    model = random_model(config, device, spec.dtype, seed)
+
+    def sparse(ids_BT: Tensor) -> Tensor:
+        return model.logits(model(ids_BT).hidden)
+
+    def restricted(ids_BT: Tensor) -> Tensor:
+        with stages_by(model, dense_restricted):
+            return sparse(ids_BT)
+
+    shape = (spec.batch_size, spec.seq_len)
+    return {"dense_restricted": restricted, "sparse": sparse}, random_ids(
+        spec.vocab_size, shape, device, seed
+    )

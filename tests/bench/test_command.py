@@ -62,7 +62,7 @@ def test_a_timing_on_a_cpu_says_so(tmp_path):
         (["sharding", "--dtype", "bf16"], "dtype"),
         (["sharding", "--lengths", "5"], "lengths"),
         (["dispatch", "--lengths", "5", "6"], "one length"),
-        (["dispatch", "--compiled"], "bf16"),
+        (["dispatch", "--run-as", "compiled"], "bf16"),
         (["train-step"], "--condition"),
         (["train-step", "--condition", "nonesuch"], "nonesuch"),
         (["--run", "sharding", "--device", "cpu"], "--device"),

@@ -154,15 +154,18 @@ def test_attention_times_both_kinds_at_every_length():
     assert found.keys() == {(kind, t) for kind in ("softmax", "deltanet") for t in (8, 20)}
 
 
-def test_dispatch_times_both_paths_and_their_ratio():
+@pytest.mark.parametrize("whole", [{}, {"n_layers": 2, "vocab_size": 50, "run_as": "graph"}])
+def test_dispatch_times_both_paths_and_their_ratio(whole):
     cases = (DispatchCase(top_k=2, n_blocks=3), DispatchCase(top_k=1, n_blocks=8))
     spec = DispatchBench(
-        d_model=32, d_thin=16, n_heads=2, d_ff=24, cases=cases, seq_len=9, batch_size=2, **TIMED
-    )
+        d_model=32, d_thin=16, n_heads=2, d_ff=24, cases=cases, seq_len=9, batch_size=2, **TIMED,
+        **whole,
+    )  # fmt: skip
     outcome = dispatch.run(spec, CPU, seed=0)
     times = figures(outcome, "dispatch_ms", "top_k", "n_blocks", "mode", "path")
     ratios = figures(outcome, "dispatch_speedup", "top_k", "n_blocks", "mode")
     assert ratios.keys() == {(2, 3, "eager"), (1, 8, "eager")}
+    assert all(m.labels.get("layers") == whole.get("n_layers") for m in ratios.values())
     for case, ratio in ratios.items():
         dense, sparse = times[*case, "dense_restricted"], times[*case, "sparse"]
         assert ratio.value == pytest.approx(dense.value / sparse.value)

@@ -131,7 +131,7 @@ def bench_metrics(spec: BenchSpec) -> list[Metric]:
     if bench.program == "dispatch":
         return [
             timing("dispatch_speedup", 1.5, "ratio", top_k=case.top_k, n_blocks=case.n_blocks,
-                   mode="compiled" if bench.compiled else "eager")
+                   mode=bench.run_as)
             for case in bench.cases
         ]  # fmt: skip
     if bench.program == "logit_diff":
