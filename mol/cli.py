@@ -32,6 +32,7 @@ COMMANDS = {
 
 # torch's words for want of memory: on a CPU, on a GPU, and of a tensor that no machine holds.
 NO_MEMORY = re.compile("allocate memory|out of memory|size calculation overflowed")
+REBUILD = "run `mol store build`"
 
 
 class Parser(argparse.ArgumentParser):
@@ -74,6 +75,12 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(error, RuntimeError) and not NO_MEMORY.search(str(error)):
             raise
         message = "out of memory; choose smaller sizes or a larger machine"
+    except Exception as error:
+        if not type(error).__module__.endswith("duckdb"):  # which is not imported here
+            raise
+        message = (
+            f"the database is damaged or of an older code ({reason_of(error)[:300]}); {REBUILD}"
+        )
     except KeyboardInterrupt:
         print(f"mol {args.command}: interrupted; the same command goes on", file=sys.stderr)
         return 130

@@ -157,7 +157,8 @@ def run(args: argparse.Namespace) -> int:
     device = pick_device(args.device)
     with torch.device(device):
         model = LanguageModel(spec.model)
-    load_weights(run_folder(args.results, spec), model, meta.tokenizer_sha256)
+    folder = run_folder(args.results, spec)
+    load_weights(folder, model, meta.tokenizer_sha256, spec.run_id)
     tokenizer = tokenizer_name(meta)
     notes: list[str] = []
     if args.protocols:

@@ -13,6 +13,8 @@ from mol.base import UserError
 from mol.plan.experiments import PAPER
 from mol.store.export import connect, difference, digests, export
 
+DAMAGE = (duckdb.IOException, duckdb.FatalException, duckdb.InternalException)
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -102,6 +104,8 @@ def _query(args: argparse.Namespace) -> int:
             rows = result.fetchall()
         except duckdb.Error as error:
             message = re.sub(r"\s+", " ", str(error).split("\n\n")[0])
+            if isinstance(error, DAMAGE):
+                message += f"; {args.db} is damaged: run `mol store build`"
             raise UserError(message) from None
     if args.json:
         print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], default=str))

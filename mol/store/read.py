@@ -71,7 +71,7 @@ def _name(root: Path, path: Path) -> str:
 
 def _read_curve(path: Path) -> pa.Table:
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
             table = file.read(columns=CURVE.names).select(CURVE.names).cast(CURVE)
     except (OSError, KeyError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())

@@ -4,6 +4,8 @@ Both are written beside their place and renamed, so a killed job leaves the last
 Neither executes code when read.
 """
 
+import hashlib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import nn
 from mol.base import UserError, whole
 
 STATE, WEIGHTS = "state.pt", "model.safetensors"
+CONTENT = "content_sha256"
 
 
 def save_state(folder: Path, state: dict[str, Any]) -> None:
@@ -27,13 +30,16 @@ def save_state(folder: Path, state: dict[str, Any]) -> None:
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
-def load_state(folder: Path, run_id: str) -> dict[str, Any] | None:
+def load_state(folder: Path, run_id: str, code_sha256: str | None = None) -> dict | None:
     """The saved state, or None where there is none. Raises UserError on a broken or foreign
-    file, naming it and the way out."""
+    file, and on one of other code where `code_sha256` is given, naming it and the way out."""
     path = folder / STATE
     if not path.exists():
         return None
     try:
+        with zipfile.ZipFile(path) as archive:  # torch itself reads past a flipped bit
+            if damaged := archive.testzip():
+                raise ValueError(f"{damaged} is damaged")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises a different type for each way a file can be broken
         reason = str(error).split("\n")[0]
@@ -41,6 +47,11 @@ def load_state(folder: Path, run_id: str) -> dict[str, Any] | None:
     found = state.get("run_id") if isinstance(state, dict) else None
     if found != run_id:
         raise UserError(f"{path}: belongs to run {found!r}, not {run_id!r}; delete it to restart")
+    if code_sha256 and state.get("code_sha256") != code_sha256:
+        raise UserError(
+            f"{path}: was written by other code, and one run is of one code; delete it to "
+            "restart, or go back to that code"
+        )
     return state
 
 
@@ -51,13 +62,25 @@ def save_weights(folder: Path, model: nn.Module, metadata: dict[str, str]) -> No
     }
     with whole(folder / WEIGHTS) as part:
         try:
-            save_file(tensors, part, metadata=metadata)
+            save_file(tensors, part, metadata=metadata | {CONTENT: _content(tensors)})
         except SafetensorError as error:
             raise OSError(str(error)) from None
 
 
-def load_weights(folder: Path, model: nn.Module, tokenizer_sha256: str) -> None:
-    """Load `model.safetensors` into `model`, refusing another tokenizer's checkpoint.
+def _content(tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 over names and bytes: the format itself does not notice a flipped bit."""
+    state = hashlib.sha256()
+    for name in sorted(tensors):
+        state.update(name.encode() + b"\0")
+        state.update(tensors[name].numpy().data)
+    return state.hexdigest()
+
+
+def load_weights(
+    folder: Path, model: nn.Module, tokenizer_sha256: str, run_id: str | None = None
+) -> None:
+    """Load `model.safetensors` into `model`, refusing another tokenizer's checkpoint and, where
+    `run_id` is given, another run's.
 
     Raises UserError when the file is absent, broken, or does not fit model or tokenizer.
     """
@@ -72,6 +95,13 @@ def load_weights(folder: Path, model: nn.Module, tokenizer_sha256: str) -> None:
         raise UserError(
             f"{path}: unreadable weights ({error}); delete the folder and retrain"
         ) from None
+    if metadata.get(CONTENT, "") not in ("", _content(tensors)):
+        raise UserError(f"{path}: unreadable weights (damaged); delete the folder and retrain")
+    if run_id and metadata.get("run_id") != run_id:
+        raise UserError(
+            f"{path}: belongs to run {metadata.get('run_id')!r}, not {run_id!r}; "
+            "delete the folder and retrain"
+        )
     trained_with = metadata.get("tokenizer_sha256")
     if trained_with != tokenizer_sha256:
         raise UserError(

@@ -10,15 +10,25 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch import nn
 
-from mol.base import UserError, write_atomic
+from mol.base import UserError, reason_of, write_atomic
 from mol.data.loader import TokenBatches, eval_sequences
 from mol.evaluate.perplexity import score, scoring_batch
 from mol.model.transformer import LanguageModel
+from mol.ops.collectives import rank, world
 from mol.ops.cross_entropy import linear_cross_entropy
+from mol.plan.hashes import source_hash
 from mol.plan.spec import TrainSpec
 from mol.train.checkpoint import STATE, load_state, save_state
+from mol.train.distributed import (
+    as_first,
+    as_held,
+    clip_gradients,
+    gathered,
+    held_back,
+    mean_of_ranks,
+    spread,
+)
 from mol.train.optimizer import AdamW
 from mol.train.schedule import lr_at
 
@@ -53,13 +63,18 @@ class Trainer:
     def __init__(self, spec: TrainSpec, corpus: Path, device: torch.device):
         torch.manual_seed(spec.seed)
         self.spec, self.corpus, self.device = spec, corpus, device
+        self.code_sha256 = source_hash("train")
         self.bf16 = spec.precision == "bf16"
         with torch.device(device):
             self.model = LanguageModel(spec.model)
         self.model.checkpoint_activations = spec.optim.checkpoint_activations
+        self.net = spread(self.model, device)
         self.optimizer = AdamW(self.model, spec.optim)
         micro_batch = spec.optim.batch_size // spec.optim.accumulate
-        self.batches = TokenBatches(corpus, "train", spec.seq_len, micro_batch, spec.seed)
+        self.rank_targets = micro_batch * spec.seq_len / world()  # of a rank, on the average
+        self.batches = TokenBatches(
+            corpus, "train", spec.seq_len, micro_batch, spec.seed, share=(rank(), world())
+        )
         self.step = 0
         self.seconds = 0.0
         self.curve: list[tuple[int, int, str, float]] = []
@@ -76,24 +91,30 @@ class Trainer:
         optim = self.spec.optim
         lr = lr_at(self.step, optim)
         loss_sum, balance_sum = 0.0, 0.0
-        for _ in range(optim.accumulate):
+        for micro in range(1, optim.accumulate + 1):
             inputs, targets, real = (t.to(self.device) for t in self.batches.next())
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-                output = self.model(inputs)
+            with (
+                held_back(self.net, micro == optim.accumulate),
+                torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16),
+            ):
+                output = self.net(inputs)
                 hidden_ND = output.hidden.flatten(0, 1)
                 nll_N = linear_cross_entropy(
                     hidden_ND, self.model.embedding.weight, targets.flatten()
                 )
+            # Divided by what a rank has on the average, so that the mean over ranks of unlike
+            # shares is the batch's mean.
             if optim.pad_targets == "masked":
-                loss = (nll_N * real.flatten()).sum() / real.sum().clamp(min=1)
+                count = mean_of_ranks(real.sum().float())
+                loss = (nll_N * real.flatten()).sum() / count.clamp(min=1 / world())
             else:
-                loss = nll_N.mean()
+                loss = nll_N.sum() / self.rank_targets
             objective = loss + optim.balance_alpha * output.balance
             (objective / optim.accumulate).backward()
             loss_sum += loss.detach() / optim.accumulate
             balance_sum += output.balance.detach() / optim.accumulate
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), optim.clip)
-        loss_value = float(loss_sum)
+        norm = clip_gradients(self.model, optim.clip)
+        loss_value = float(mean_of_ranks(loss_sum))
         if not math.isfinite(loss_value) or not math.isfinite(float(norm)):
             raise FloatingPointError(
                 f"step {self.step + 1}: loss {loss_value}, gradient norm {float(norm)}"
@@ -124,18 +145,20 @@ class Trainer:
     def state(self) -> dict:
         return {
             "run_id": self.spec.run_id,
+            "code_sha256": self.code_sha256,
             "step": self.step,
             "seconds": self.seconds,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": gathered(self.model.state_dict()),
+            "optimizer": {k: gathered(t) for k, t in self.optimizer.state_dict().items()},
             "batches": self.batches.state_dict(),
             "rng": torch.get_rng_state(),
             "curve": self.curve,
         }
 
     def restore(self, state: dict) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.model.load_state_dict(as_held(self.model.state_dict(), state["model"]))
+        held = self.optimizer.state_dict()
+        self.optimizer.load_state_dict({k: as_held(held[k], t) for k, t in state["optimizer"].items()})
         self.batches.load_state_dict(state["batches"])
         torch.set_rng_state(state["rng"])
         self.step, self.seconds = state["step"], state["seconds"]
@@ -158,9 +181,13 @@ def train(
     UserError and leaves the last good checkpoint in place.
     """
     trainer = Trainer(spec, corpus, device)
-    saved = load_state(out, spec.run_id)
+    saved = load_state(out, spec.run_id, trainer.code_sha256)
     if saved:
-        trainer.restore(saved)
+        try:
+            trainer.restore(saved)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:  # of another layout
+            reason = f"does not fit this run ({reason_of(error)[:200]})"
+            raise UserError(f"{out / STATE}: {reason}; delete it to restart") from None
     else:
         trainer.evaluate()
     last = min(spec.optim.steps, stop_after or spec.optim.steps)
@@ -200,5 +227,5 @@ def write_curve(path: Path, rows: list[tuple[int, int, str, float]]) -> None:
     types = {"step": pa.int64(), "tokens": pa.int64(), "name": pa.string(), "value": pa.float64()}
     table = pa.table({n: pa.array(columns[n], types[n]) for n in names})
     buffer = io.BytesIO()
-    pq.write_table(table, buffer)
+    pq.write_table(table, buffer, write_page_checksum=True)
     write_atomic(path, buffer.getvalue())

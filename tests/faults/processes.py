@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-SERVED = ["mol.train.command", "mol.store.ingest", "mlflow.tracking", "sqlalchemy"]
+SERVED = ["mol.train.command", "mol.store.ingest"]
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload(SERVED)
 

@@ -9,7 +9,7 @@ import pytest
 from made_up_paper import write_paper
 from processes import FORK, call, finish, start
 from synthetic import write_train
-from victims import command, mirror_one, set_clock_back, train_when_told
+from victims import command, mirror_at_once, set_clock_back, train_when_told
 
 from mol.plan.build import plan
 from mol.store.ingest import build
@@ -25,15 +25,9 @@ def test_eight_writers_of_one_tracking_store_lose_nothing(tmp_path):
         write_train(tmp_path / "runs", spec, 3.0)
     found = list(read_folders(tmp_path / "runs", placed=True))
     assert len(found) == 8
-    barrier = FORK.Barrier(8)
-    folders = [tmp_path / f"writer{i}" for i in range(8)]
     path = tmp_path / "mlflow.db"
-    writers = []
-    for folder, run in zip(folders, found, strict=True):
-        folder.mkdir()
-        writers.append(start(folder, mirror_one, path, barrier, run, ["X1"]))
-    for folder, writer in zip(folders, writers, strict=True):
-        assert finish(folder, writer).code == 0, (folder / "err").read_text()
+    done = call(tmp_path, mirror_at_once, path, found, ["X1"])
+    assert done.code == 0, done.err
     with sqlite3.connect(path) as database:
         runs = database.execute(
             "SELECT name, status, (SELECT count(*) FROM metrics WHERE metrics.run_uuid = "
