@@ -23,7 +23,11 @@ from mol.ops.attention import (
     step_in_cache,
     step_in_cache_reference,
 )
-from mol.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from mol.ops.cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    weighted_cross_entropy,
+)
 from mol.ops.dispatch import RoutePlan
 from mol.ops.gated_delta import gated_delta_rule, naive_gated_delta_rule
 from mol.ops.grouped import grouped_mm, grouped_mm_reference
@@ -164,7 +168,7 @@ def _comparisons(device: torch.device, dtype: torch.dtype) -> Iterator[tuple]:
     yield pair(
         "linear cross-entropy",
         lambda hidden, weight: _small_chunks(hidden, weight, targets),
-        lambda hidden, weight: linear_cross_entropy_reference(hidden, weight, targets),
+        lambda hidden, weight: _whole_loss(hidden, weight, targets),
         hidden=draw(77, 40),
         weight=draw(301, 40),
     )
@@ -213,14 +217,24 @@ def _decode(draw: Callable, device: torch.device, tolerance: float) -> Iterator[
     )
 
 
-def _small_chunks(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The loss with chunks small enough that a short input has several."""
-    usual = cross_entropy.LOGITS_AT_ONCE
-    cross_entropy.LOGITS_AT_ONCE = 20 * weight.shape[0]
+def _shares(targets: Tensor) -> Tensor:
+    return torch.linspace(0, 1, len(targets), device=targets.device)
+
+
+def _small_chunks(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses and their weighted sum, with chunks so small that a short input has several."""
+    usual = dict(cross_entropy.LOGITS_AT_ONCE)
+    cross_entropy.LOGITS_AT_ONCE.update(dict.fromkeys(usual, 20 * weight.shape[0]))
     try:
-        return linear_cross_entropy(hidden, weight, targets)
+        losses = linear_cross_entropy(hidden, weight, targets)
+        return losses, weighted_cross_entropy(hidden, weight, targets, _shares(targets))
     finally:
-        cross_entropy.LOGITS_AT_ONCE = usual
+        cross_entropy.LOGITS_AT_ONCE.update(usual)
+
+
+def _whole_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    losses = linear_cross_entropy_reference(hidden, weight, targets)
+    return losses.detach(), (losses * _shares(targets)).sum()
 
 
 def _stage(
