@@ -143,7 +143,8 @@ class Cell(Frozen):
             if self.op in of_op:
                 return of_op[self.op]
         unit = METRICS[self.metric]
-        return {"fraction": ("%", "pt", "fraction"), "s": ("h",)}.get(unit, (unit,))
+        others = {"fraction": ("%", "pt", "fraction"), "s": ("h",), "byte": ("byte", "GB")}
+        return others.get(unit, (unit,))
 
     @property
     def number(self) -> Printed | None:
@@ -160,10 +161,13 @@ class Cell(Frozen):
     @property
     def per_metric_unit(self) -> float:
         """Cell units in one unit of the metric: 100 for percent of a fraction, 1/3600 for hours."""
-        metric_unit = METRICS.get(self.metric)
-        if metric_unit == "fraction" and self.unit in ("%", "pt") and self.op != "percent":
-            return 100.0
-        return 1 / 3600 if metric_unit == "s" and self.unit == "h" else 1.0
+        if self.op in ("ratio", "percent", "crossover"):
+            return 1.0
+        factors = {
+            ("fraction", "%"): 100.0, ("fraction", "pt"): 100.0, ("s", "h"): 1 / 3600,
+            ("byte", "GB"): 1e-9,
+        }  # fmt: skip
+        return factors.get((METRICS.get(self.metric), self.unit), 1.0)
 
     @property
     def versus_labels(self) -> dict[str, Label]:

@@ -60,6 +60,12 @@ def _number(text: str, loose: bool, kilo: float, default_suffix: str = "") -> tu
     return value, unit / 2
 
 
+def _decimal(x: float) -> float:
+    """An end of an interval as its decimals say, without what binary subtraction adds to them:
+    0.0002 - 0.00005 lies above 0.00015, which prints as 0.0002."""
+    return float(f"{x:.12g}")
+
+
 def parse(text: str, kilo: float = 1e3) -> Printed:
     """Read a printed number, such as "+0.90", "~43M", "≈0.98×", "<5%", "5.7×10^-6", "10K-12K".
 
@@ -82,4 +88,4 @@ def parse(text: str, kilo: float = 1e3) -> Printed:
     if bound:
         ends = (-math.inf, value) if text[0] == "<" else (value, math.inf)
         return Printed(value=value, low=ends[0], high=ends[1], bound=True)
-    return Printed(value=value, low=value - half, high=value + half)
+    return Printed(value=value, low=_decimal(value - half), high=_decimal(value + half))
