@@ -17,6 +17,8 @@ except UserError as error:
 # Jobs share the cores between them: one thread each, whatever a math library would take.
 shell.prefix("export OMP_NUM_THREADS=1; ")
 MOL = f"{sys.executable} -m mol"
+# Before a command that takes GPUs: waits for so many free ones and shows it no others.
+ON_GPUS = f"{sys.executable} -m mol.gpus"
 SCALE = CONFIG.scale
 SPECS = {planned.run_id: planned.spec for planned in PLAN}
 EXPERIMENTS = load_experiments().experiments
@@ -33,6 +35,11 @@ def run_ids(kind, experiment=None):
 
 def records(*run_ids):
     return [f"results/runs/{SCALE}/{run_id}/record.json" for run_id in run_ids]
+
+
+def gpus(wildcards):
+    """How many GPUs a run takes: none at smoke scale, which is made for CPUs."""
+    return int(SCALE != "smoke")
 
 
 def wanted(experiment=None):

@@ -36,8 +36,12 @@ rule protocol_matrix:
     wildcard_constraints:
         run_id=one_of(run_ids("train")),
     threads: 1
+    resources:
+        gpu=gpus,
+    params:
+        gpus=gpus,
     shell:
-        "{MOL} eval --spec {input.spec} --protocols --save > /dev/null"
+        "{ON_GPUS} {params.gpus} {MOL} eval --spec {input.spec} --protocols --save > /dev/null"
 
 
 rule protocols:

@@ -18,8 +18,12 @@ rule train:
     wildcard_constraints:
         run_id=one_of(run_ids("train")),
     threads: 1
+    resources:
+        gpu=gpus,
+    params:
+        gpus=gpus,  # snakemake cuts a resource down to what the machine has
     shell:
-        "{MOL} train --spec {input.spec} --threads {threads} --quiet"
+        "{ON_GPUS} {params.gpus} {MOL} train --spec {input.spec} --threads {threads} --quiet"
 
 
 rule zero_shot:
@@ -35,8 +39,12 @@ rule zero_shot:
     wildcard_constraints:
         run_id=one_of(run_ids("zeroshot")),
     threads: 1
+    resources:
+        gpu=gpus,
+    params:
+        gpus=gpus,
     shell:
-        "{MOL} zeroshot run --spec {input.spec} --threads {threads}"
+        "{ON_GPUS} {params.gpus} {MOL} zeroshot run --spec {input.spec} --threads {threads}"
 
 
 rule bench:
@@ -49,5 +57,9 @@ rule bench:
     wildcard_constraints:
         run_id=one_of(run_ids("bench")),
     threads: 1
+    resources:
+        gpu=gpus,
+    params:
+        gpus=gpus,
     shell:
-        "{MOL} bench --spec {input.spec} --threads {threads}"
+        "{ON_GPUS} {params.gpus} {MOL} bench --spec {input.spec} --threads {threads}"
