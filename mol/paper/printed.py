@@ -43,7 +43,7 @@ class Printed(Frozen):
         """
         slack = 1e-9 * max(abs(self.value), abs(low), abs(high))
         overlap = low < self.high - slack and high > self.low + slack
-        return overlap or self.prints(low) or self.prints(high)
+        return overlap or (low == high and self.prints(low))
 
 
 def _number(text: str, loose: bool, kilo: float, default_suffix: str = "") -> tuple[float, float]:
