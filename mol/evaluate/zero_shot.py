@@ -104,7 +104,7 @@ def score(
         members = stock.members(name)
         labels = _labels(name, stock, files[SETS[name]])
         of_task = [
-            _row(name, task, sample)
+            _row(str(labels["task"]), task, sample)
             for task in members
             for sample in found["samples"][task.config.task]
         ]
@@ -170,6 +170,16 @@ def calibration_note(results: Path) -> str:
     if not isinstance(found, dict) or not isinstance(found.get("reason"), str):
         raise UserError(f"{path}: no calibration; run `mol eval --calibrate` again")
     return f"scoring {found['reason']}"
+
+
+def _other_scores(condition: str, metrics: Sequence[Metric]) -> list[str]:
+    """Scores on other items than the paper's: they have no row beside its figures."""
+    return [
+        f"{condition}, {metric.labels['task']}: {metric.name} {100 * metric.value:.2f} +- "
+        f"{100 * (metric.stderr or 0):.2f} (n = {metric.n})"
+        for metric in metrics
+        if str(metric.labels["task"]).endswith(OTHER)
+    ]
 
 
 def _item_notes(loaded: ItemSets) -> list[str]:
@@ -242,6 +252,7 @@ def execute(
         *scores.notes,
         *(f"{name}: not run, {reason}" for name, reason in absent.items()),
         *_item_notes(loaded),
+        *_other_scores(spec.condition, scores.metrics),
         calibration_note(results),
         overlap_note(stock, trained.corpus, trained.meta),
     )

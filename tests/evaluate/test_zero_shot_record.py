@@ -124,12 +124,16 @@ def test_the_record_of_a_run(results, capsys):
         assert part in notes
     assert "another item set than the hub's 817" in notes
     assert "scoring not calibrated: `mol eval --calibrate` was not run" in notes
+    mass = found[OTHER_MC2, "acc"]
+    told = f"{100 * mass.value:.2f} +- {100 * mass.stderr:.2f} (n = 4)"
+    assert f"tiny, {OTHER_MC2}: acc {told}" in record.notes
     assert "0 of" in record.notes[-1] and "13 words" in record.notes[-1]
     pins = record.provenance.data
     assert pins["train_run"] == results.spec.train_run and len(pins["weights_sha256"]) == 64
     assert len(pins["items_hellaswag_validation_sha256"]) == 64
     samples = pq.read_table(folder / zero_shot.SAMPLES)
     assert samples.num_rows == 12
+    assert set(samples["task"].to_pylist()) == {"hellaswag", "winogrande", OTHER_MC2}
     assert "hellaswag" in printed and "acc_norm" in printed
 
     first = [metric.model_dump() for metric in record.metrics]
