@@ -57,8 +57,10 @@ class TokenBatches:
     (seed, epoch); a batch may begin in one epoch and end in the next. The packed layout is cut
     into windows of T + 1 that overlap by one token; what does not fill a window is left out.
 
-    `tokenizer_sha256`, if given, must be the corpus's. UserError for a damaged folder, a `seq_len`
-    that padded rows do not have, and a shard with less than one sequence.
+    With `share = (i, n)` only part i of n of each batch is read, as even as parts can be; the order
+    of batches does not depend on it. `tokenizer_sha256`, if given, must be the corpus's. UserError
+    for a damaged folder, a `seq_len` that padded rows do not have, a shard with less than one
+    sequence and more parts than a batch has sequences.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class TokenBatches:
         shuffle: bool = True,
         *,
         tokenizer_sha256: str | None = None,
+        share: tuple[int, int] = (0, 1),
     ):
         self._shard = _Shard(folder, split, seq_len, tokenizer_sha256)
         self.n = self._shard.whole
@@ -81,6 +84,13 @@ class TokenBatches:
             )
         if batch_size < 1:
             raise UserError(f"batch_size = {batch_size}: must be at least 1")
+        part, parts = share
+        if batch_size < parts:
+            raise UserError(
+                f"{parts} processes for batches of {batch_size} sequences: start no more processes "
+                "than that, or lower optim.accumulate"
+            )
+        self._mine = slice(part * batch_size // parts, (part + 1) * batch_size // parts)
         self.batch_size, self.seed, self.shuffle = batch_size, seed, shuffle
         self._position = 0  # sequences served so far
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
@@ -100,7 +110,7 @@ class TokenBatches:
 
     def next(self) -> Sequence:
         """(inputs_BT int64, targets_BT int64, real_BT bool); real marks targets other than PAD."""
-        places = range(self._position, self._position + self.batch_size)
+        places = range(self._position, self._position + self.batch_size)[self._mine]
         rows = np.stack([self._shard.window(self._sequence(place)) for place in places])
         self._position += self.batch_size
         real = self._shard.real(rows[:, 1:])

@@ -21,6 +21,7 @@ from mol.model import fast_step
 from mol.model.config import SplitLayer
 from mol.model.thin_block import ThinBlocks
 from mol.ops.attention import Rope
+from mol.ops.collectives import mean_rows
 from mol.ops.dispatch import RoutePlan
 from mol.ops.grouped import as_operand
 from mol.ops.streams import aside
@@ -215,6 +216,7 @@ def balance_of(routes: Routes | None) -> Tensor:
 
 
 def balance_loss(probability_XE: Tensor) -> Tensor:
-    """CV^2 of the blocks' mean probability: population variance over squared mean (2.2)."""
-    mean_E = probability_XE.mean(0)
+    """CV^2 of the blocks' mean probability over the whole batch, of all ranks: population variance
+    over squared mean (2.2)."""
+    mean_E = mean_rows(probability_XE)
     return mean_E.var(correction=0) / mean_E.mean().square()

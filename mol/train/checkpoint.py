@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from mol.base import UserError, whole
+from mol.ops.collectives import rank
+from mol.train.distributed import gathered
 
 STATE, WEIGHTS = "state.pt", "model.safetensors"
 CONTENT = "content_sha256"
@@ -56,10 +58,12 @@ def load_state(folder: Path, run_id: str, code_sha256: str | None = None) -> dic
 
 
 def save_weights(folder: Path, model: nn.Module, metadata: dict[str, str]) -> None:
-    """Write the weights in fp32 with `metadata` (run_id, config, tokenizer hash)."""
-    tensors = {
-        name: p.detach().float().cpu().contiguous() for name, p in model.state_dict().items()
-    }
+    """Write the weights in fp32 with `metadata` (run_id, config, tokenizer hash). Of several
+    processes all must call, for the shards they hold; the first writes."""
+    weights = gathered(model.state_dict())
+    if rank() > 0:
+        return
+    tensors = {name: p.detach().float().cpu().contiguous() for name, p in weights.items()}
     with whole(folder / WEIGHTS) as part:
         try:
             save_file(tensors, part, metadata=metadata | {CONTENT: _content(tensors)})

@@ -1,7 +1,6 @@
 """`mol train`: one run from specification to record."""
 
 import argparse
-import os
 from contextlib import nullcontext
 
 import torch
@@ -9,7 +8,10 @@ from tqdm import tqdm
 
 from mol.base import UserError, alone
 from mol.data.packing import prepare
+from mol.ops.collectives import rank, world
 from mol.plan.select import add_run_arguments, corpus_folder, run_folder, selected_spec
+from mol.plan.spec import TrainSpec
+from mol.train.distributed import first_before_others, joined
 from mol.train.environment import check_fits, hardware, pick_device
 from mol.train.loop import Progress
 from mol.train.run import execute
@@ -36,11 +38,17 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--{option} {value}: must be from 1 to {MOST[name]:,}")
     if args.threads:
         torch.set_num_threads(args.threads)
-    device = pick_device(args.device)
-    check_fits(spec, hardware(device), int(os.environ.get("WORLD_SIZE", "1")))
+    with joined(pick_device(args.device)) as device:
+        return _train(args, spec, device)
+
+
+def _train(args: argparse.Namespace, spec: TrainSpec, device: torch.device) -> int:
+    first = rank() == 0
+    check_fits(spec, hardware(device), world())
     corpus = corpus_folder(args.results, spec.scale, spec.data.folder)
-    prepare(spec.data, corpus)
-    bar = tqdm(total=spec.optim.steps, disable=args.quiet or None, unit="step", desc=spec.run_id)
+    first_before_others(lambda: prepare(spec.data, corpus))
+    quiet = True if args.quiet or not first else None
+    bar = tqdm(total=spec.optim.steps, disable=quiet, unit="step", desc=spec.run_id)
 
     def show(progress: Progress) -> None:
         bar.n = progress.step
@@ -48,7 +56,6 @@ def run(args: argparse.Namespace) -> int:
 
     folder = run_folder(args.results, spec)
     # Of several processes that train one run together, the first holds the lock for all.
-    first = os.environ.get("RANK", "0") == "0"
     with bar, alone(folder / ".lock", "trains this run") if first else nullcontext():
         record = execute(
             spec,
@@ -59,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
             stop_after=args.stop_after,
             on_step=show,
         )
+    if not first:
+        return 0
     if record is None:
         print(f"{spec.run_id}: stopped at step {args.stop_after}; the same command resumes")
     elif args.json:

@@ -10,10 +10,12 @@ import torch
 from mol.data.meta import CorpusMeta, load_meta
 from mol.evaluate.perplexity import evaluate_split, scoring_batch
 from mol.model.counts import active_parameters, total_parameters
+from mol.ops.collectives import rank, world
 from mol.ops.trusted import check_kernels
 from mol.plan.spec import TrainSpec
 from mol.store.record import Metric, Record, save_record
 from mol.train.checkpoint import STATE, save_weights
+from mol.train.distributed import way
 from mol.train.environment import completed, start
 from mol.train.loop import Trained, train, write_curve
 
@@ -83,7 +85,8 @@ def execute(
     """Train and evaluate `spec`, leaving config, curve, weights and record in `out`.
 
     Returns None when `stop_after` ended the call before the last step: the checkpoint is then
-    all there is. Other `options` are those of `mol.train.loop.train`.
+    all there is. Of several processes the first alone writes. Other `options` are those of
+    `mol.train.loop.train`.
     """
     started = start()
     meta = load_meta(corpus)
@@ -91,6 +94,8 @@ def execute(
     trained = train(spec, corpus, out, device, **options)
     if trained.steps_done < spec.optim.steps:
         return None
+    if world() > 1:
+        notes.append(f"trained by {world()} processes ({way(trained.model)}); memory of the first")
     metrics = [
         *_held_out(spec, trained, corpus, meta, device),
         *_counts(spec),
@@ -106,8 +111,9 @@ def execute(
             "config": json.dumps(spec.model.model_dump(mode="json")),
         },
     )
-    write_curve(out / "curve.parquet", trained.curve)
     record = completed(spec, started, device, "train", metrics, notes, data_hashes(meta))
-    save_record(out, record)
-    (out / STATE).unlink(missing_ok=True)
+    if rank() == 0:
+        write_curve(out / "curve.parquet", trained.curve)
+        save_record(out, record)
+        (out / STATE).unlink(missing_ok=True)
     return record
