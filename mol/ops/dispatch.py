@@ -156,6 +156,12 @@ def _full(n_blocks: int, batch: int, length: int, device: torch.device) -> Route
         )
 
 
+def forget_plans() -> None:
+    """Drop the kept plans. A CUDA graph reads its tables wherever they lay when it was recorded, so
+    those that outlive it must be made while it is, or another plan's may take their place."""
+    _full.cache_clear()
+
+
 def segment_sum(x_NM: Tensor, block_N: Tensor, n_blocks: int) -> Tensor:
     """Sum of the rows of each block, [E, M], as a product with the one-hot rows: no atomics."""
     blocks_E = torch.arange(n_blocks, device=x_NM.device)

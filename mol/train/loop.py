@@ -1,9 +1,10 @@
 """The training loop: resumable at any step, bit-identical on a CPU for a given thread count."""
 
+import gc
 import io
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,24 +14,16 @@ import torch
 
 from mol.base import UserError, reason_of, write_atomic
 from mol.data.loader import TokenBatches, eval_sequences
+from mol.data.read_ahead import ReadAhead
 from mol.evaluate.perplexity import score, scoring_batch
 from mol.model.transformer import LanguageModel
 from mol.ops.collectives import rank, world
-from mol.ops.cross_entropy import linear_cross_entropy
 from mol.plan.hashes import source_hash
 from mol.plan.spec import TrainSpec
 from mol.train.checkpoint import STATE, load_state, save_state
-from mol.train.distributed import (
-    as_first,
-    as_held,
-    clip_gradients,
-    gathered,
-    held_back,
-    mean_of_ranks,
-    spread,
-)
-from mol.train.optimizer import AdamW
+from mol.train.distributed import as_first, as_held, gathered
 from mol.train.schedule import lr_at
+from mol.train.step import TrainStep
 
 CHECKPOINT_SECONDS = 600.0  # between checkpoints when no step count is asked for
 LOG_POINTS = 200  # training-curve points a run keeps
@@ -67,14 +60,14 @@ class Trainer:
         self.bf16 = spec.precision == "bf16"
         with torch.device(device):
             self.model = LanguageModel(spec.model)
-        self.model.checkpoint_activations = spec.optim.checkpoint_activations
-        self.net = spread(self.model, device)
-        self.optimizer = AdamW(self.model, spec.optim)
+        self.update = TrainStep(self.model, spec.optim, spec.seq_len, device, self.bf16)
         micro_batch = spec.optim.batch_size // spec.optim.accumulate
-        self.rank_targets = micro_batch * spec.seq_len / world()  # of a rank, on the average
-        self.batches = TokenBatches(
-            corpus, "train", spec.seq_len, micro_batch, spec.seed, share=(rank(), world())
+        self.batches = ReadAhead(
+            TokenBatches(
+                corpus, "train", spec.seq_len, micro_batch, spec.seed, share=(rank(), world())
+            )
         )
+        self.loss = 0.0  # of the last step that was read
         self.step = 0
         self.seconds = 0.0
         self.curve: list[tuple[int, int, str, float]] = []
@@ -87,47 +80,22 @@ class Trainer:
         self.curve.append((self.step, self.tokens, name, float(value)))
 
     def train_step(self) -> float:
-        """One optimizer step; returns the mean training loss in nats a target."""
+        """One optimizer step. Returns the mean training loss in nats a target of the last step that
+        was read: of this one on a CPU, of the last logged or checked one on a GPU, which is not
+        waited for. Raises FloatingPointError when a step read now or before went wrong."""
         optim = self.spec.optim
         lr = lr_at(self.step, optim)
-        loss_sum, balance_sum = 0.0, 0.0
-        for micro in range(1, optim.accumulate + 1):
-            inputs, targets, real = (t.to(self.device) for t in self.batches.next())
-            with (
-                held_back(self.net, micro == optim.accumulate),
-                torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16),
-            ):
-                output = self.net(inputs)
-                hidden_ND = output.hidden.flatten(0, 1)
-                nll_N = linear_cross_entropy(
-                    hidden_ND, self.model.embedding.weight, targets.flatten()
-                )
-            # Divided by what a rank has on the average, so that the mean over ranks of unlike
-            # shares is the batch's mean.
-            if optim.pad_targets == "masked":
-                count = mean_of_ranks(real.sum().float())
-                loss = (nll_N * real.flatten()).sum() / count.clamp(min=1 / world())
-            else:
-                loss = nll_N.sum() / self.rank_targets
-            objective = loss + optim.balance_alpha * output.balance
-            (objective / optim.accumulate).backward()
-            loss_sum += loss.detach() / optim.accumulate
-            balance_sum += output.balance.detach() / optim.accumulate
-        norm = clip_gradients(self.model, optim.clip)
-        loss_value = float(mean_of_ranks(loss_sum))
-        if not math.isfinite(loss_value) or not math.isfinite(float(norm)):
-            raise FloatingPointError(
-                f"step {self.step + 1}: loss {loss_value}, gradient norm {float(norm)}"
-            )
-        self.optimizer.step(lr)
-        self.model.zero_grad(set_to_none=True)
+        self.update([self.batches.next() for _ in range(optim.accumulate)], lr)
         self.step += 1
-        if self.step % max(1, optim.steps // LOG_POINTS) == 0 or self.step == optim.steps:
-            self.log("train_nll", loss_value)
-            self.log("balance", float(balance_sum))
+        logged = _reached(self.step, optim.steps, max(1, optim.steps // LOG_POINTS))
+        if logged or self.device.type == "cpu":
+            self.loss, balance, norm = self.update.figures()
+        if logged:
+            self.log("train_nll", self.loss)
+            self.log("balance", balance)
             self.log("lr", lr)
-            self.log("grad_norm", float(norm))
-        return loss_value
+            self.log("grad_norm", norm)
+        return self.loss
 
     def evaluate(self) -> None:
         """Add one point to the validation curve."""
@@ -149,7 +117,8 @@ class Trainer:
             "step": self.step,
             "seconds": self.seconds,
             "model": gathered(self.model.state_dict()),
-            "optimizer": {k: gathered(t) for k, t in self.optimizer.state_dict().items()},
+            "optimizer": {k: gathered(t) for k, t in self.update.optimizer.state_dict().items()},
+            "guard": self.update.guard.state_dict(),
             "batches": self.batches.state_dict(),
             "rng": torch.get_rng_state(),
             "curve": self.curve,
@@ -157,8 +126,10 @@ class Trainer:
 
     def restore(self, state: dict) -> None:
         self.model.load_state_dict(as_held(self.model.state_dict(), state["model"]))
-        held = self.optimizer.state_dict()
-        self.optimizer.load_state_dict({k: as_held(held[k], t) for k, t in state["optimizer"].items()})
+        optimizer = self.update.optimizer
+        held = optimizer.state_dict()
+        optimizer.load_state_dict({k: as_held(held[k], t) for k, t in state["optimizer"].items()})
+        self.update.guard.load_state_dict(state["guard"])
         self.batches.load_state_dict(state["batches"])
         torch.set_rng_state(state["rng"])
         self.step, self.seconds = state["step"], state["seconds"]
@@ -177,11 +148,17 @@ def train(
     """Train `spec` on the prepared corpus, resuming from `out/state.pt` where there is one.
 
     A checkpoint is written every `checkpoint_every` steps (default: every 10 minutes) and when
-    `stop_after` steps end the call early. A loss or gradient that is not finite raises
-    UserError and leaves the last good checkpoint in place.
+    `stop_after` steps end the call early. A loss that spikes, and a loss or gradient that is not
+    finite (`mol.train.guard`), raises UserError and leaves the last good checkpoint in place.
     """
     trainer = Trainer(spec, corpus, device)
     saved = load_state(out, spec.run_id, trainer.code_sha256)
+    begin = saved["step"] if saved else 0
+    if as_first(begin, device) != begin:
+        raise UserError(
+            f"{out}: process {rank()} finds step {begin}, the first process another; all of them "
+            "need the same results folder"
+        )
     if saved:
         try:
             trainer.restore(saved)
@@ -192,32 +169,56 @@ def train(
         trainer.evaluate()
     last = min(spec.optim.steps, stop_after or spec.optim.steps)
     checkpointed = time.monotonic()
-    while trainer.step < last:
-        started = time.perf_counter()
-        try:
-            loss = trainer.train_step()
-        except FloatingPointError as error:
-            raise UserError(
-                f"{spec.run_id}: {error}; stopped. The last good checkpoint is "
-                f"{out / STATE if (out / STATE).exists() else 'the start'}; lower optim.lr"
-            ) from None
-        trainer.seconds += time.perf_counter() - started
-        if trainer.step % spec.evaluation.every == 0 or trainer.step == spec.optim.steps:
-            trainer.evaluate()
-        if on_step:
-            rate = trainer.tokens / trainer.seconds
-            on_step(Progress(trainer.step, spec.optim.steps, loss, rate))
-        due = (
-            trainer.step % checkpoint_every == 0
-            if checkpoint_every
-            else time.monotonic() - checkpointed > CHECKPOINT_SECONDS
-        )
-        if trainer.step < spec.optim.steps and (due or trainer.step == last):
-            save_state(out, trainer.state())
-            checkpointed = time.monotonic()
+    with _garbage_frozen():
+        while trainer.step < last:
+            started = time.perf_counter()
+            evaluates = _reached(trainer.step + 1, spec.optim.steps, spec.evaluation.every)
+            due = trainer.step + 1 == last or (
+                (trainer.step + 1) % checkpoint_every == 0
+                if checkpoint_every
+                else as_first(time.monotonic() - checkpointed, device) > CHECKPOINT_SECONDS
+            )
+            try:
+                loss = trainer.train_step()
+                if evaluates or due:
+                    trainer.update.figures()  # a state that went wrong is neither scored nor saved
+            except FloatingPointError as error:
+                trainer.batches.close()
+                raise UserError(
+                    f"{spec.run_id}: {error}; stopped. The last good checkpoint is "
+                    f"{out / STATE if (out / STATE).exists() else 'the start'}; lower optim.lr"
+                ) from None
+            trainer.seconds += time.perf_counter() - started
+            if evaluates:
+                trainer.evaluate()
+            if on_step:
+                rate = trainer.tokens / trainer.seconds
+                on_step(Progress(trainer.step, spec.optim.steps, loss, rate))
+            if due and trainer.step < spec.optim.steps:
+                state = trainer.state()
+                if rank() == 0:
+                    save_state(out, state)
+                checkpointed = time.monotonic()
+    trainer.batches.close()
     return Trained(
         trainer.model, trainer.curve, trainer.step, trainer.seconds, trainer.batches.epochs
     )
+
+
+def _reached(step: int, steps: int, every: int) -> bool:
+    return step % every == 0 or step == steps
+
+
+@contextmanager
+def _garbage_frozen() -> Iterator[None]:
+    """Inside, the collector leaves what there is alone: walking through a model takes as long as
+    launching a step."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def write_curve(path: Path, rows: list[tuple[int, int, str, float]]) -> None:

@@ -34,8 +34,9 @@ class AdamW:
         }
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """One update at learning rate `lr`; parameters without a gradient stay as they are."""
+    def step(self, lr: torch.Tensor, skipped: torch.Tensor) -> None:
+        """One update at learning rate `lr`, or none where `skipped` is 1 and not 0 (both 0-dim,
+        fp32, on the weights' device); parameters without a gradient stay as they are."""
         beta1, beta2 = self.optim.betas
         with_grad = [name for name, weight in self.weights.items() if weight.grad is not None]
         for decay in (True, False):
@@ -48,6 +49,7 @@ class AdamW:
                 [],
                 [self.steps[name] for name in names],
                 fused=True,
+                found_inf=skipped,
                 amsgrad=False,
                 beta1=beta1,
                 beta2=beta2,

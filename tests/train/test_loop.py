@@ -210,12 +210,13 @@ def test_optimizer_equals_torch_adamw(corpus):
         betas=optim.betas,
     )
 
-    def reference_step(lr):
+    def reference_step(lr, skipped):
+        assert skipped == 0
         for group in reference.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr.item()
         reference.step()
 
-    theirs.optimizer.step = reference_step
+    theirs.update.optimizer.step = reference_step
     for _ in range(5):
         assert ours.train_step() == pytest.approx(theirs.train_step(), rel=1e-5)
     for (name, a), b in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
@@ -231,7 +232,8 @@ def test_a_run_starts_without_importing_the_compiler():
         " attention='deltanet');"
         "m = LanguageModel(ModelConfig(vocab_size=300, d_model=16, n_layers=1, layer=layer));"
         "o = AdamW(m, OptimSpec(steps=2, batch_size=1, lr=1e-3, warmup_steps=1));"
-        "m(torch.zeros(1, 5, dtype=torch.long)).hidden.sum().backward(); o.step(1e-3);"
+        "m(torch.zeros(1, 5, dtype=torch.long)).hidden.sum().backward();"
+        "o.step(torch.tensor(1e-3), torch.tensor(0.0));"
         "print('torch._dynamo' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
