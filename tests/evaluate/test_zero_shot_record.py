@@ -245,7 +245,8 @@ def test_another_tokenizer_is_refused_in_one_line(results, capsys):
     weights = results.out / "runs" / "smoke" / results.spec.train_run
     layer = DenseLayer(n_heads=2, d_ff=32)
     model = LanguageModel(ModelConfig(vocab_size=300, d_model=16, n_layers=2, layer=layer))
-    save_weights(weights, model, {"tokenizer_sha256": "0" * 64})
+    pins = {"run_id": results.spec.train_run, "tokenizer_sha256": "0" * 64}
+    save_weights(weights, model, pins)
     assert run_command(results) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "trained with tokenizer 000000000000" in error
