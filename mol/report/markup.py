@@ -14,6 +14,13 @@ _TEX = {
     "σ": r"$\sigma$", "→": r"$\to$",
 }  # fmt: skip
 
+# Characters that turn the reading direction of what follows them, as their own escapes.
+TURNS = {
+    code: f"\\u{code:04x}"
+    for code in (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+}
+FORMULA = "=+-@\uff1d\uff0b\uff0d\uff20"  # how a cell begins that a spreadsheet computes
+
 
 def _clean(text: str) -> str:
     """One line without control characters or such as turn the reading direction."""
@@ -35,8 +42,8 @@ def tex(text: str) -> str:
 def csv_cell(text: str) -> str:
     """Text that no spreadsheet takes for a formula."""
     text = _clean(text)
-    number = re.fullmatch(r"[-+]?[\d.,]+(e-?\d+)?[%×hKMB]?( .*)?", text)
-    return f"'{text}" if text[:1] in "=+-@" and text[:1] and not number else text
+    number = re.fullmatch(r"[-+]?[\d.,]+(e-?\d+)?[%×hKMB]?( \([-+\d., a-z%]*\))?", text)
+    return f"'{text}" if text.startswith(tuple(FORMULA)) and not number else text
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:

@@ -15,6 +15,7 @@ from markupsafe import Markup
 from mol.base import canonical_json, write_atomic
 from mol.report.captions import MEANING, hardware_of
 from mol.report.figures import Figure
+from mol.report.markup import TURNS
 from mol.report.number import figure_text
 from mol.report.protocols import headline
 from mol.report.sheet import COLORS, GROUND, INK, MUTED, RULE
@@ -79,7 +80,7 @@ def render(source: Source, figures: list[Figure], extras: Extras) -> str:
     by_verdict["rest"] = [row for row in checks if row["verdict"] not in apart]
     sections, rest = _sections(source, figures, extras)
     complete = Counter(run["scale"] for run in source.runs.values() if run["status"] == "complete")
-    return _environment().get_template("page.html").render(
+    page = _environment().get_template("page.html").render(
         title=extras.title,
         total=len(views),
         kinds=sorted(Counter(view.cell["kind"] for view in views).items()),
@@ -104,6 +105,7 @@ def render(source: Source, figures: list[Figure], extras: Extras) -> str:
         ],
         check_tally=_counted(Counter(row["verdict"] for row in checks)),
     )  # fmt: skip
+    return page.translate(TURNS)
 
 
 @cache
