@@ -20,13 +20,29 @@ LENGTHS = {
     "attention": "lengths",
     "dispatch": "seq_len",
     "logit_diff": "seq_len",
-    "train_step": "seq_len",
 }
 # A program without such an argument refuses the option, by its configuration.
 OPTIONS = (
     "device", "dtype", "warmup", "repeats", "batch_size", "paths", "run_as",
     "devices",
 )  # fmt: skip
+
+STEP_OPTIONS = ("accumulate", "checkpoint_activations")
+
+# A shape with a public training speed, to be timed beside the conditions.
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2-124m": {
+        "model": {
+            "vocab_size": 50257,
+            "d_model": 768,
+            "n_layers": 12,
+            "norm": "layer",
+            "layer": {"kind": "dense", "n_heads": 12, "d_ff": 3072},
+        },
+        "seq_len": 1024,
+        "batch_size": 64,
+    }
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +53,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: results")
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--models", nargs="+", metavar="CONDITION", help="only these of the plan's")
-    parser.add_argument("--condition", help="the condition that train-step times")
+    parser.add_argument(
+        "--condition", nargs="+", metavar="NAME",
+        help=f"what train-step times: conditions of the plan, or {', '.join(SHAPES)}",
+    )  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--dtype", choices=("fp32", "bf16"))
     parser.add_argument("--lengths", nargs="+", type=int, metavar="T", help="tokens or contexts")
@@ -50,8 +69,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-as",
         metavar="WAY",
-        help="prefill: paper or fastest; dispatch: eager, compiled or graph",
+        help="prefill: paper or fastest; dispatch: eager, compiled or graph; "
+        "train-step: eager or graph",
     )
+    parser.add_argument("--accumulate", type=int, metavar="PARTS", help="train-step: micro-batches")
+    parser.add_argument(
+        "--checkpoint-activations", action=argparse.BooleanOptionalAction,
+        help="train-step: compute layers again in the backward pass, or not",
+    )  # fmt: skip
     parser.add_argument("--devices", type=int, help="sharding: how many devices")
     parser.add_argument("--json", action="store_true", help="print the record")
 
@@ -80,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _planned(args: argparse.Namespace) -> BenchSpec:
-    given = [o for o in (*OPTIONS, "lengths", "models", "condition") if vars(args)[o] is not None]
+    options = (*OPTIONS, "lengths", "models", "condition", *STEP_OPTIONS)
+    given = [o for o in options if vars(args)[o] is not None]
     if given:
         option = given[0].replace("_", "-")
         raise UserError(f"--run and --spec bring their own arguments; drop --{option}")
@@ -91,12 +117,13 @@ def _adjusted(args: argparse.Namespace) -> BenchSpec:
     """The plan's first benchmark with this program, with the options given in its place."""
     program = args.program.replace("-", "_")
     if program == "train_step":
-        base = _train_step(args)
-    elif args.condition:
+        return _train_step(args)
+    if args.condition:
         raise UserError("--condition belongs to train-step; choose models with --models")
-    else:
-        specs = (run.spec for run in _plan(args))
-        base = next(s for s in specs if s.kind == "bench" and s.bench.program == program)
+    if given := [o for o in STEP_OPTIONS if vars(args)[o] is not None]:
+        raise UserError(f"--{given[0].replace('_', '-')} belongs to train-step")
+    specs = (run.spec for run in _plan(args))
+    base = next(s for s in specs if s.kind == "bench" and s.bench.program == program)
     arguments: dict[str, Any] = base.bench.model_dump()
     arguments |= {o: vars(args)[o] for o in OPTIONS if vars(args)[o] is not None}
     if args.lengths:
@@ -126,21 +153,38 @@ def _lengths(program: str, lengths: list[int]) -> dict[str, Any]:
 
 
 def _train_step(args: argparse.Namespace) -> BenchSpec:
-    """Shapes and precision of the condition's training run at this scale."""
+    """Shapes and precision of the conditions' training runs at this scale, or those given."""
     if not args.condition:
         raise UserError("train-step needs --condition, for example --condition deltanet-1p3of15")
-    runs = [run.spec for run in _plan(args) if isinstance(run.spec, TrainSpec)]
-    found = next((spec for spec in runs if spec.condition == args.condition), None)
-    if found is None:
-        raise UserError(f"--condition: the plan trains no {args.condition!r}; see `mol plan`")
-    bench = {
-        "program": "train_step",
-        "models": {args.condition: found.model},
-        "seq_len": found.seq_len,
-        "batch_size": found.optim.batch_size // found.optim.accumulate,
-        "dtype": found.precision,
-    }
-    return BenchSpec(scale=found.scale, condition="train-step", bench=bench)
+    if args.models:
+        raise UserError("train-step takes --condition, not --models")
+    scale = chosen_config(args).scale
+    trained: dict[str, TrainSpec] = {}
+    for planned in _plan(args):
+        if isinstance(planned.spec, TrainSpec):
+            trained.setdefault(planned.spec.condition, planned.spec)
+    given = {key: vars(args)[key] for key in STEP_OPTIONS if vars(args)[key] is not None}
+    if args.batch_size is not None:
+        given |= {"batch_size": args.batch_size, "accumulate": args.accumulate or 1}
+    if args.lengths:
+        if len(args.lengths) > 1:
+            raise UserError(f"--lengths: train-step takes one length, got {len(args.lengths)}")
+        given["seq_len"] = args.lengths[0]
+    cases = {}
+    for name in args.condition:
+        if name not in trained and name not in SHAPES:
+            raise UserError(f"--condition: the plan trains no {name!r}; see `mol plan`")
+        cases[name] = (_case(trained[name]) if name in trained else SHAPES[name]) | given
+    bench = {"program": "train_step", "cases": cases}
+    bench |= {o: vars(args)[o] for o in OPTIONS if vars(args)[o] is not None and o != "batch_size"}
+    bench.setdefault("dtype", "fp32" if scale == "smoke" else "bf16")
+    return BenchSpec(scale=scale, condition="train-step", bench=bench)
+
+
+def _case(spec: TrainSpec) -> dict[str, Any]:
+    kept = ("batch_size", "accumulate", "checkpoint_activations")
+    optim = spec.optim.model_dump(include=set(kept))
+    return {"model": spec.model.model_dump(), "seq_len": spec.seq_len} | optim
 
 
 def _show(record: Record, folder: Path) -> None:

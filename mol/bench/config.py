@@ -109,13 +109,29 @@ class ShardingBench(Frozen):
     devices: int = Field(3, ge=2, le=1024)
 
 
-class TrainStepBench(Timed):
-    """Forward, backward and AdamW update of one condition (not a row of the paper)."""
+class TrainStepCase(Frozen):
+    """One model and the shapes of its step: `batch_size` sequences in `accumulate` parts."""
 
-    program: Literal["train_step"] = "train_step"
-    models: dict[str, ModelConfig]
+    model: ModelConfig
     seq_len: Count
     batch_size: Count
+    accumulate: Count = 1
+    checkpoint_activations: bool = False
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.batch_size % self.accumulate:
+            raise ValueError(f"batch_size = {self.batch_size} is no multiple of accumulate")
+        return self
+
+
+class TrainStepBench(Timed):
+    """The optimizer step of `mol train`, case by case (not a row of the paper). `graph`: replayed
+    on a GPU, as training does it; `eager`: launched kernel by kernel."""
+
+    program: Literal["train_step"] = "train_step"
+    cases: dict[str, TrainStepCase]
+    run_as: Literal["graph", "eager"] = "graph"
 
 
 Bench = Annotated[

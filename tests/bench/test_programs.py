@@ -29,6 +29,7 @@ from mol.model.reference import reference_stage
 from mol.model.split_stage import SplitStage
 from mol.model.transformer import LanguageModel
 from mol.ops.attention import Rope
+from mol.train.step import TrainStep
 
 CPU = torch.device("cpu")
 TIMED = {"device": "cpu", "warmup": 0, "repeats": 2}
@@ -171,12 +172,24 @@ def test_dispatch_times_both_paths_and_their_ratio(whole):
         assert ratio.value == pytest.approx(dense.value / sparse.value)
 
 
-def test_train_step_updates_and_times():
-    spec = TrainStepBench(models={"mol": MODELS["mol"]}, seq_len=8, batch_size=2, **TIMED)
-    outcome = train_step.run(spec, CPU, seed=0)
-    assert figures(outcome, "train_tokens_per_s", "model", "length", "batch").keys() == {
-        ("mol", 8, 2)
-    }
+def test_train_step_times_each_case_by_the_step_of_training(monkeypatch):
+    taken = []
+    update = TrainStep.__call__
+    monkeypatch.setattr(
+        TrainStep, "__call__", lambda step, *args: (taken.append(step), update(step, *args))
+    )
+    cases = {
+        "mol": {"model": MODELS["mol"], "seq_len": 8, "batch_size": 2},
+        "dense": {"model": MODELS["dense"], "seq_len": 5, "batch_size": 4, "accumulate": 2,
+                  "checkpoint_activations": True},
+    }  # fmt: skip
+    outcome = train_step.run(TrainStepBench(cases=cases, **TIMED), CPU, seed=0)
+    found = figures(outcome, "train_tokens_per_s", "model", "length", "batch", "micro_batches")
+    assert found.keys() == {("mol", 8, 2, 1), ("dense", 5, 4, 2)}
+    assert {m.labels["mode"] for m in outcome.metrics} == {"eager"}
+    assert [m.labels["recomputed"] for m in outcome.metrics] == [False, True]
+    assert len(taken) == 4 and taken[-1].model.checkpoint_activations
+    assert len(outcome.notes) == 2 and all("no MFU" in note for note in outcome.notes)
 
 
 ROUTED = model(split(n_blocks=5, top_k=3))
