@@ -104,6 +104,13 @@ def spread(model: nn.Module, device: torch.device) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
+def put_back(model: nn.Module) -> None:
+    """To be called after forward passes that no backward pass follows: FSDP2 leaves embedding and
+    norm whole, and `zero_grad` and the optimizer would miss their shards."""
+    if hasattr(model, "reshard"):
+        model.reshard()
+
+
 def way(model: nn.Module) -> str:
     """How the ranks share the model, for the record."""
     return "fsdp2" if any(map(_is_sharded, model.parameters())) else "ddp"

@@ -21,7 +21,7 @@ from mol.ops.collectives import rank, world
 from mol.plan.hashes import source_hash
 from mol.plan.spec import TrainSpec
 from mol.train.checkpoint import STATE, load_state, save_state
-from mol.train.distributed import as_first, as_held, gathered
+from mol.train.distributed import as_first, as_held, gathered, put_back
 from mol.train.schedule import lr_at
 from mol.train.step import TrainStep
 
@@ -106,6 +106,7 @@ class Trainer:
         tally, _ = score(
             self.model, sequences, scoring_batch(self.spec.seq_len), self.device, self.bf16
         )
+        put_back(self.model)
         self.log("validation_nll", tally.nll_real / tally.n_real)
         if self.spec.data.layout.kind == "padded":
             self.log("validation_nll_pad", tally.nll_all / tally.n_all)
