@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from made_up_paper import write_paper
 from pages import page_of
-from synthetic import CPU, record_of, train_metrics, write_run, write_train
+from synthetic import CPU, curve_of, record_of, train_metrics, write_run, write_train
 
 from mol.plan.build import plan
 from mol.report.markup import csv_cell, csv_text, markdown, tex
@@ -87,7 +87,8 @@ def made(tmp_path_factory):
                     "versions": {texts[0]: texts[-1]},
                 }
             )
-            write_run(folder / "runs", record.model_copy(update={"provenance": provenance}))
+            record = record.model_copy(update={"provenance": provenance})
+            write_run(folder / "runs", record, curve_of(spec, 3.0))
         assert build(folder / "mol.duckdb", folder / "runs", folder / "none", paper) == []
         page_of(folder / "mol.duckdb", folder, paper, Extras())
         write_tables(folder / "mol.duckdb", folder / "tables")

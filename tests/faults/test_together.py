@@ -5,11 +5,18 @@ import os
 import sqlite3
 import time
 
+import duckdb
 import pytest
 from made_up_paper import write_paper
 from processes import FORK, call, finish, start
-from synthetic import write_train
-from victims import command, mirror_at_once, set_clock_back, train_when_told
+from synthetic import curve_of, record_of, train_metrics, write_train
+from victims import (
+    command,
+    mirror_at_once,
+    set_clock_back,
+    train_when_told,
+    write_runs,
+)
 
 from mol.plan.build import plan
 from mol.store.ingest import build
@@ -63,8 +70,6 @@ def test_a_tracker_that_fails_costs_one_line_and_no_run(tmp_path, fault):
     assert "warning" in done.err and str(store) in done.err and "is not up to date" in done.err
     if holder:
         holder.close()
-        done = call(tmp_path, command, argv)
-        assert done.code == 0 and "1 runs added" in done.out, done
 
 
 def test_a_second_process_on_one_run_is_refused_and_the_first_goes_on(place, uncut, tmp_path):
@@ -95,6 +100,29 @@ def test_two_builds_of_one_database_both_end_well(tmp_path):
     options = ["--db", str(db), "--runs", str(arguments[1]), "--records", str(arguments[2])]
     assert call(tmp_path, command, ["store", "verify", *options, "--paper", str(paper)]).code == 0
     assert [path.name for path in db.parent.iterdir()] == ["mol.duckdb"]
+
+
+def test_eight_jobs_write_records_while_the_database_is_built_and_read(tmp_path):
+    paper = write_paper(tmp_path / "paper")
+    specs = [p.spec for p in plan("smoke", folder=paper) if p.spec.kind == "train"][:8]
+    db, runs = tmp_path / "results" / "mol.duckdb", tmp_path / "runs"
+    folders = [tmp_path / f"job{i}" for i in range(8)]
+    jobs = []
+    for folder, spec in zip(folders, specs, strict=True):
+        folder.mkdir()
+        rows = [tuple(row.values()) for row in curve_of(spec, 3.0).to_pylist()]
+        record = record_of(spec, train_metrics(spec, 3.0))
+        jobs.append(start(folder, write_runs, runs, record, rows, 20))
+    seen = []
+    while any(job.is_alive() for job in jobs) or len(seen) < 2:
+        assert build(db, runs, tmp_path / "records", paper) == []
+        with duckdb.connect(db, read_only=True) as reader:
+            seen.append(reader.execute("SELECT count(*) FROM runs").fetchone()[0])
+    assert [finish(*pair).code for pair in zip(folders, jobs, strict=True)] == [0] * 8
+    assert build(db, runs, tmp_path / "records", paper) == []
+    with duckdb.connect(db, read_only=True) as reader:
+        assert reader.execute("SELECT count(*) FROM runs").fetchone() == (8,)
+    assert seen == sorted(seen)
 
 
 def test_a_clock_that_goes_back_orders_no_run_backwards(place, uncut, tmp_path):
