@@ -6,7 +6,6 @@ Shape suffixes: X tokens (B T), N packed rows, D = d_model, d = d_thin, F = d_ff
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mol.model.attention import SoftmaxAttention
@@ -16,7 +15,7 @@ from mol.model.rank1 import Rank1Mixture
 from mol.ops.attention import Rope
 from mol.ops.dispatch import RoutePlan
 from mol.ops.glue import add_norm, norm
-from mol.ops.grouped import grouped_mm
+from mol.ops.grouped import gathered_mm, grouped_mm
 
 ATTENTION = {"softmax": SoftmaxAttention, "deltanet": GatedDeltaNet}
 
@@ -78,19 +77,21 @@ class ThinBlocks(nn.Module):
         return self.attention.new_cache(batch, max_len)
 
     def _run(self, x_XD: Tensor, plan: RoutePlan, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        h_Nd = grouped_mm(plan.gather(x_XD), self.down, plan.offs_E, plan.equal)
+        h_Nd = gathered_mm(x_XD, self.down, plan)
         mixed_Nd = attend(norm(h_Nd, self.attention_norm, plan))
         attended_Nd, normed_Nd = add_norm(h_Nd, mixed_Nd, self.attention.bias, self.ffn_norm, plan)
         # Block(h) - h, without adding h first: nothing cancels.
-        return grouped_mm(
-            attended_Nd + self._ffn(normed_Nd, plan), self.up, plan.offs_E, plan.equal
-        )
+        change_Nd = self._add_ffn(attended_Nd, normed_Nd, plan)
+        return grouped_mm(change_Nd, self.up, plan.offs_E, plan.equal)
 
-    def _ffn(self, h_Nd: Tensor, plan: RoutePlan) -> Tensor:
-        if self.rank1 is None:
-            inner_NF = grouped_mm(h_Nd, self.ffn_in, plan.offs_E, plan.equal)
-            inner_NF = F.gelu(inner_NF, approximate="tanh")
-            return grouped_mm(inner_NF, self.ffn_out, plan.offs_E, plan.equal)
+    def _add_ffn(self, attended_Nd: Tensor, h_Nd: Tensor, plan: RoutePlan) -> Tensor:
+        """attended + FFN(h)."""
+        if self.rank1 is not None:
+            return attended_Nd + self._mix_rank1(h_Nd, plan)
+        inner_NF = grouped_mm(h_Nd, self.ffn_in, plan.offs_E, plan.equal, gelu=True)
+        return grouped_mm(inner_NF, self.ffn_out, plan.offs_E, plan.equal, add_NM=attended_Nd)
+
+    def _mix_rank1(self, h_Nd: Tensor, plan: RoutePlan) -> Tensor:
         if plan.equal:
             return self.rank1(h_Nd.view(self.n_blocks, -1, h_Nd.shape[-1])).view_as(h_Nd)
         # The mixture wants equal groups, so pad to the largest, read on the host. No model of the

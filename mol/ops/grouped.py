@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mol.ops.tracing import untraced
+from mol.ops.dispatch import RoutePlan
+from mol.ops.tracing import has_kernels, untraced
 
 # Rows of a decode step up to which CUDA reads matrices row by row: the grouped product spends
 # more time on setting itself up. Beyond it rows of one block should share their reads.
@@ -30,15 +31,59 @@ def as_operand(x: Tensor, weight: Tensor) -> Tensor:
     return x.to(weight.dtype)
 
 
-def grouped_mm(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor, equal: bool = False) -> Tensor:
-    """x of each group times the group's matrix, [N, M].
+def grouped_mm(
+    x_NK: Tensor,
+    w_EKM: Tensor,
+    offs_E: Tensor,
+    equal: bool = False,
+    gelu: bool = False,
+    add_NM: Tensor | None = None,
+) -> Tensor:
+    """x of each group times the group's matrix, then GELU (its tanh form) or + add, [N, M].
 
     `offs_E` (int32) holds the last row + 1 of each group; `equal` says that all groups have N / E
     rows. Inside autocast both operands take its dtype (the native product is not on its list).
     """
-    kind = x_NK.device.type
+    assert not (gelu and add_NM is not None)
     x_NK = as_operand(x_NK, w_EKM)
     w_EKM = w_EKM.to(x_NK.dtype)
+    if _fuses(x_NK, w_EKM, x_NK.shape[0], equal):
+        from mol.ops.kernels.grouped_gemm import grouped_gemm
+
+        return grouped_gemm(x_NK, w_EKM, offs_E, gelu=gelu, add_NM=add_NM)
+    if add_NM is not None and w_EKM.shape[0] == 1 and _infers(x_NK):
+        return torch.addmm(add_NM, x_NK, w_EKM[0])
+    y_NM = _product(x_NK, w_EKM, offs_E, equal)
+    if gelu:
+        return F.gelu(y_NM, approximate="tanh")
+    return y_NM if add_NM is None else add_NM + y_NM
+
+
+def gathered_mm(x_XK: Tensor, w_EKM: Tensor, plan: RoutePlan) -> Tensor:
+    """`grouped_mm` of the tokens' rows in packed order, [N, M]; on CUDA without gradients the
+    rows are gathered as they are multiplied."""
+    operand_XK = as_operand(x_XK, w_EKM)
+    if _fuses(operand_XK, w_EKM, plan.order_N.shape[0], plan.equal):
+        from mol.ops.kernels.grouped_gemm import grouped_gemm
+
+        w_EKM = w_EKM.to(operand_XK.dtype)
+        return grouped_gemm(operand_XK, w_EKM, plan.offs_E, plan.order_N, plan.slots)
+    return grouped_mm(plan.gather(x_XK), w_EKM, plan.offs_E, plan.equal)
+
+
+def _fuses(x: Tensor, w_EKM: Tensor, n_rows: int, equal: bool) -> bool:
+    """Whether the project's own product computes it; single matrices, equal groups and a handful
+    of rows have others that suit them."""
+    several = w_EKM.shape[0] > 1 and not equal and n_rows > FEW_ROWS
+    return several and x.element_size() == 2 and _infers(x)
+
+
+def _infers(x: Tensor) -> bool:
+    return has_kernels(x) and not torch.is_grad_enabled()
+
+
+def _product(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor, equal: bool) -> Tensor:
+    kind = x_NK.device.type
     n_groups, width_in, width_out = w_EKM.shape
     if n_groups == 1:
         return x_NK @ w_EKM[0]

@@ -1,0 +1,221 @@
+"""The grouped product in Triton: rows sorted by block, each times its block's matrix. No gradients.
+
+What stands around a thin block's products is done in them: the rows may be gathered while they are
+read, and GELU or an addition follows on the fp32 sums. Import this module on a machine with Triton
+only; the same mathematics in PyTorch are `mol.ops.grouped`.
+
+Shape suffixes: N packed rows, X rows of x (N, or the tokens), E blocks, K and M the widths.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+class Tiles(NamedTuple):
+    """How one shape is computed: `rows` x `columns` of y a program, `depth` of K at a time, of
+    which `stages` are in flight; `tma`: matrices (and rows, if not gathered) are copied by the
+    tensor memory accelerator; `resident`: programs stay for several tiles, and the next one's
+    copies start before a tile is stored."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    tma: bool = False
+    resident: bool = False
+
+
+# (K, M): ((from this many rows a block on, tiles), ...), in rising order.
+MEASURED: dict[tuple[int, int], tuple[tuple[int, Tiles], ...]] = {}
+SMALL = Tiles(64, 128, 64, 4, 4)
+MEDIUM = Tiles(128, 128, 64, 8, 3)
+LARGE = Tiles(128, 256, 64, 8, 4, tma=True)
+
+
+def tiles_for(width_in: int, width_out: int, rows_a_block: float) -> Tiles:
+    """Measured tiles for the shape, else by how many rows share a matrix."""
+    fitting = [t for start, t in MEASURED.get((width_in, width_out), ()) if rows_a_block >= start]
+    if fitting:
+        return fitting[-1]
+    if rows_a_block < 96:
+        return SMALL
+    return LARGE if rows_a_block >= 2048 and width_out >= 256 else MEDIUM
+
+
+@triton.jit
+def _tile(
+    x, w, offs, order, add, y, number, COUNT: tl.constexpr, PADDED: tl.constexpr,
+    SLOTS: tl.constexpr, GELU: tl.constexpr, TMA: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """One tile of y; programs beside each other share rows of x, the next ones a block's matrix."""
+    block, first, end = _place(offs, number // tl.cdiv(M, COLUMNS), COUNT, PADDED, ROWS)
+    start_column = number % tl.cdiv(M, COLUMNS) * COLUMNS
+    column = start_column + tl.arange(0, COLUMNS)
+    row = first + tl.arange(0, ROWS)
+    # Rows beyond the block repeat its last one; they are not stored.
+    source = tl.minimum(row, end - 1).to(tl.int64)
+    if order is not None:
+        source = tl.load(order + source) // SLOTS
+    depth = tl.arange(0, DEPTH)
+    rows_at = source[:, None] * K + depth[None, :]
+    columns_at = block.to(tl.int64) * (K * M) + depth[:, None] * M + column[None, :]
+    sums = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for start in range(0, K, DEPTH):
+        if TMA and order is None:
+            left = x.load([first, start])
+        elif K % DEPTH == 0:
+            left = tl.load(x + rows_at + start)
+        else:
+            left = tl.load(x + rows_at + start, mask=(depth < K - start)[None, :], other=0.0)
+        if TMA:
+            right = w.load([block * K + start, start_column])
+        else:
+            mask = (depth < K - start)[:, None] & (column < M)[None, :]
+            right = tl.load(w + columns_at + start * M, mask=mask, other=0.0)
+        sums = tl.dot(left, right, sums)
+    if GELU:
+        # x / 2 (1 + tanh u) is x / (1 + exp(-2 u)).
+        twice = 1.5957691216057308 * (sums + 0.044715 * sums * sums * sums)
+        sums = sums / (1.0 + tl.exp(-twice))
+    at = row.to(tl.int64)[:, None] * M + column[None, :]
+    mask = (row < end)[:, None] & (column < M)[None, :]
+    if add is not None:
+        sums += tl.load(add + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + at, sums.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _place(offs, tile, COUNT: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """Block, first row and the block's last row + 1 of one tile of rows."""
+    number = tl.arange(0, PADDED)
+    known = number < COUNT
+    end = tl.load(offs + number, mask=known, other=0)
+    start = tl.load(offs + number - 1, mask=known & (number > 0), other=0)
+    tiles = tl.where(known, tl.cdiv(end - start, ROWS), 0)
+    block = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    within = tile - tl.sum(tl.where(number < block, tiles, 0), 0)
+    mine = number == block
+    first = tl.sum(tl.where(mine, start, 0), 0) + within * ROWS
+    return block, first, tl.sum(tl.where(mine, end, 0), 0)
+
+
+@triton.jit
+def _count(offs, COUNT: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """Tiles of rows of all blocks."""
+    number = tl.arange(0, PADDED)
+    known = number < COUNT
+    end = tl.load(offs + number, mask=known, other=0)
+    start = tl.load(offs + number - 1, mask=known & (number > 0), other=0)
+    return tl.sum(tl.where(known, tl.cdiv(end - start, ROWS), 0), 0)
+
+
+@triton.jit
+def _grouped_gemm(
+    x, w, offs, order, add, y, COUNT: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr,
+    GELU: tl.constexpr, TMA: tl.constexpr, RESIDENT: tl.constexpr, K: tl.constexpr,
+    M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    tiles = _count(offs, COUNT, PADDED, ROWS) * tl.cdiv(M, COLUMNS)
+    if RESIDENT:
+        for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+            _tile(
+                x, w, offs, order, add, y, number, COUNT, PADDED, SLOTS, GELU, TMA, K, M, ROWS,
+                COLUMNS, DEPTH,
+            )  # fmt: skip
+    elif tl.program_id(0) < tiles:
+        _tile(
+            x, w, offs, order, add, y, tl.program_id(0), COUNT, PADDED, SLOTS, GELU, TMA, K, M,
+            ROWS, COLUMNS, DEPTH,
+        )  # fmt: skip
+
+
+def _programs(device: torch.device) -> int:
+    """One for each multiprocessor; in Triton's interpreter few enough to stay for several tiles."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch(
+    tiles: Tiles,
+    x_XK: Tensor,
+    w_EKM: Tensor,
+    offs_E: Tensor,
+    order_N: Tensor | None,
+    slots: int,
+    gelu: bool,
+    add_NM: Tensor | None,
+) -> Tensor:
+    """`grouped_gemm` by given tiles; matrices that cannot be copied as they ask are loaded."""
+    rows, columns, depth, warps, stages, tma, resident = tiles
+    n_blocks, width_in, width_out = w_EKM.shape
+    x_XK, w_EKM = x_XK.contiguous(), w_EKM.contiguous()
+    n_rows = x_XK.shape[0] if order_N is None else order_N.shape[0]
+    y_NM = torch.empty(n_rows, width_out, dtype=x_XK.dtype, device=x_XK.device)
+    # No copy may end in the next block's matrix, and addresses and rows are multiples of 16 bytes.
+    tma = (
+        tma
+        and width_in % depth == 0
+        and width_out % 8 == 0
+        and (x_XK.data_ptr() | w_EKM.data_ptr()) % 16 == 0
+    )
+    x, w = x_XK, w_EKM
+    if tma:
+        w = TensorDescriptor.from_tensor(w_EKM.view(-1, width_out), [depth, columns])
+        if order_N is None:
+            x = TensorDescriptor.from_tensor(x_XK, [rows, depth])
+    # A block's last tile may be partly empty; programs beyond the last tile find nothing to do.
+    programs = (n_rows // rows + n_blocks) * triton.cdiv(width_out, columns)
+    if resident:
+        programs = min(programs, _programs(x_XK.device))
+    _grouped_gemm[(programs,)](
+        x, w, offs_E, order_N, None if add_NM is None else add_NM.contiguous(), y_NM,
+        COUNT=n_blocks, PADDED=max(2, triton.next_power_of_2(n_blocks)), SLOTS=slots, GELU=gelu,
+        TMA=tma, RESIDENT=resident, K=width_in, M=width_out, ROWS=rows, COLUMNS=columns,
+        DEPTH=depth, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return y_NM
+
+
+@torch.library.custom_op("mol::grouped_gemm", mutates_args=())
+def grouped_gemm(
+    x_XK: Tensor,
+    w_EKM: Tensor,
+    offs_E: Tensor,
+    order_N: Tensor | None = None,
+    slots: int = 1,
+    gelu: bool = False,
+    add_NM: Tensor | None = None,
+) -> Tensor:
+    """Each row of x times its block's matrix, [N, M], bf16 or fp16.
+
+    With `order_N` (a plan's) packed row n is row `order_N[n] // slots` of x. Then GELU (its tanh
+    form) or the sum with `add_NM` follows; sums are fp32 and rounded once. `offs_E` (int32) holds
+    the last row + 1 of each block. Reads nothing on the host.
+    """
+    assert not (gelu and add_NM is not None)
+    rows = (x_XK if order_N is None else order_N).shape[0]
+    tiles = tiles_for(*w_EKM.shape[1:], rows / w_EKM.shape[0])
+    return launch(tiles, x_XK, w_EKM, offs_E, order_N, slots, gelu, add_NM)
+
+
+@grouped_gemm.register_fake
+def _(
+    x_XK: Tensor,
+    w_EKM: Tensor,
+    offs_E: Tensor,
+    order_N: Tensor | None = None,
+    slots: int = 1,
+    gelu: bool = False,
+    add_NM: Tensor | None = None,
+) -> Tensor:
+    """What a compiler needs to know of it: shape and precision."""
+    rows = x_XK if order_N is None else order_N
+    return x_XK.new_empty(rows.shape[0], w_EKM.shape[2])
