@@ -1,0 +1,106 @@
+"""`profiles/slurm` against a real Slurm: a part of the smoke suite, and GPUs as a resource."""
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from one_node import one_node, why_not
+
+from mol.plan.build import Config, plan
+from mol.plan.hashes import ROOT
+from mol.store.record import load_record
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+COPIED = ("Snakefile", "rules", "profiles", "config", "mol")
+WORDS = "amber brook cedar delta ember fjord grove harbor inlet juniper kelp lagoon marsh".split()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with one_node(tmp_path_factory.mktemp("slurm")) as env:
+        yield env
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("project")
+    for name in COPIED:
+        source, target = ROOT / name, folder / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+    return folder
+
+
+def snakemake(folder, cluster, *arguments):
+    """Run snakemake under profiles/slurm."""
+    done = subprocess.run(
+        [sys.executable, "-m", "snakemake", "--profile", str(ROOT / "profiles/slurm"),
+         "--default-resources", "mem_mb=1000", "runtime=5", "--latency-wait", "5",
+         # No accounting database, and no 40 s until the first look at a job.
+         "--slurm-status-command", "squeue", "--slurm-no-account",
+         "--slurm-init-seconds-before-status-checks", "1", "--seconds-between-status-checks", "1", *arguments],
+        cwd=folder, env=cluster | {"PYTHONPATH": str(folder)}, capture_output=True, text=True,
+        timeout=150,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done
+
+
+def jobs(cluster):
+    """What Slurm remembers of each job."""
+    shown = subprocess.run(
+        ["scontrol", "show", "job", "--oneliner"], env=cluster, capture_output=True, text=True
+    ).stdout
+    return [dict(re.findall(r"(\w+)=(\S+)", line)) for line in shown.splitlines()]
+
+
+def test_a_smoke_run_is_prepared_and_trained_by_slurm_on_a_gpu(cluster, project):
+    pick = random.Random(0)
+    text = [" ".join(pick.choices(WORDS, k=80)) for _ in range(1000)]
+    (project / "text.txt").write_text("\n\n".join(text) + "\n")
+    source = {"kind": "file", "train": "text.txt"}
+    (project / "config/config.yaml").write_text(
+        "scale: smoke\nsources:\n  wikitext103: { kind: file, train: text.txt }\n"
+    )
+    config = Config(sources={"wikitext103": source})
+    (run,) = [r for r in plan("smoke", config) if r.spec.condition == "ct-moe"]
+    record = project / f"results/runs/smoke/{run.run_id}/record.json"
+    snakemake(project, cluster, str(record.relative_to(project)), "--set-resources", "train:gpu=1")
+    assert load_record(record).status == "complete"
+    made = {
+        job["Comment"].removeprefix("rule_").split("_wildcards")[0]: job for job in jobs(cluster)
+    }
+    assert made.keys() == {"corpus", "train"}
+    assert {job["JobState"] for job in made.values()} == {"COMPLETED"}
+    assert "gres:gpu:1" in made["train"]["TresPerJob"] and "TresPerJob" not in made["corpus"]
+
+
+def test_two_gpu_jobs_see_different_devices(cluster, tmp_path):
+    """Each waits for the other, so they run at one time; the third waits for a GPU."""
+    (tmp_path / "Snakefile").write_text(f"""
+rule all:
+    input:
+        "a.on",
+        "b.on",
+
+
+rule job:
+    output:
+        "{{n}}.on",
+    resources:
+        gpu=1,
+    shell:
+        "touch {{wildcards.n}}.here; until test -e a.here -a -e b.here; do sleep 0.1; done; "
+        "{sys.executable} -m mol.gpus 1 sh -c 'echo $CUDA_VISIBLE_DEVICES > {{output}}'"
+""")
+    cluster = cluster | {"PYTHONPATH": str(ROOT)}
+    cluster.pop("CUDA_VISIBLE_DEVICES", None)
+    snakemake(tmp_path, cluster)
+    assert {(tmp_path / f"{n}.on").read_text().strip() for n in "ab"} == {"0", "1"}
+    assert os.path.exists(tmp_path / "a.here")
