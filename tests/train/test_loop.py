@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -10,13 +11,15 @@ import pytest
 import torch
 
 from mol.base import UserError
+from mol.cli import main
 from mol.data.config import DataSpec, FileSource, PaddedLayout
 from mol.data.packing import prepare
 from mol.model.config import DenseLayer, ModelConfig, SplitLayer
 from mol.model.transformer import LanguageModel
+from mol.ops import selfcheck, trusted
 from mol.plan.spec import EvalSpec, OptimSpec, TrainSpec
 from mol.store.record import load_record
-from mol.train.checkpoint import STATE, WEIGHTS, load_weights
+from mol.train.checkpoint import STATE, WEIGHTS, load_state, load_weights
 from mol.train.loop import Trainer, train
 from mol.train.optimizer import is_decayed
 from mol.train.run import execute
@@ -175,6 +178,45 @@ def test_a_loss_that_is_not_finite_stops_with_the_checkpoint_kept(corpus, tmp_pa
     with pytest.raises(UserError, match=r"step 5: loss nan.*last good checkpoint"):
         train(spec, folder, tmp_path, CPU)
     assert (tmp_path / STATE).read_bytes() == kept
+
+
+def test_a_run_that_diverges_stops_with_exit_code_2_and_its_last_good_checkpoint(
+    corpus, tmp_path, capsys
+):
+    data, _ = corpus
+    spec = make_spec(data, lr=1.0, warmup_steps=15)
+    (tmp_path / "spec.json").write_text(spec.model_dump_json())
+    words = ["--spec", str(tmp_path / "spec.json"), "--results", str(tmp_path), "--quiet"]
+    assert main(["train", *words, "--device", "cpu", "--checkpoint-every", "1"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    failed = int(re.search(r"step (\d+): loss \S+ lifts its running mean more than 1", error)[1])
+    folder = tmp_path / "runs" / "smoke" / spec.run_id
+    assert f"The last good checkpoint is {folder / STATE}; lower optim.lr" in error
+    kept = load_state(folder, spec.run_id)
+    assert kept["step"] == failed - 1 >= 2
+    losses = [value for _, _, name, value in kept["curve"] if name == "train_nll"]
+    assert all(math.isfinite(loss) for loss in losses) and len(losses) == failed - 1
+    assert not (folder / "record.json").exists() and not (folder / WEIGHTS).exists()
+
+
+def test_training_refuses_a_gpu_whose_kernels_are_wrong(corpus, tmp_path, monkeypatch):
+    """A kernel that is off by a little, inside the real self-check, run here on the CPU; of its
+    comparisons those that call that kernel."""
+    data, folder = corpus
+    right, every = selfcheck.grouped_mm, selfcheck._comparisons
+
+    def products(*where):
+        return (case for case in every(*where) if case[0].startswith("grouped product 48"))
+
+    monkeypatch.setattr(selfcheck, "_comparisons", products)
+    monkeypatch.setattr(selfcheck, "grouped_mm", lambda x, w, offs: 1.05 * right(x, w, offs))
+    monkeypatch.setattr(trusted, "run_checks", lambda device: selfcheck.run_checks("cpu"))
+    monkeypatch.setattr(trusted, "_key", lambda device: "a GPU")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match="self-check failed.*grouped product 48 to 64"):
+        execute(make_spec(data), folder, tmp_path, torch.device("cuda"))
+    assert not list(tmp_path.iterdir()), "neither a run nor a remembered pass"
 
 
 def test_schedule_warms_up_and_ends_at_its_floor():
