@@ -60,15 +60,26 @@ def _enter(folder: Path, target: Callable, args: tuple) -> None:
     os._exit(code)
 
 
-def kill_at_random(folder: Path, target: Callable, *args, moments: list[float], check: Callable):
-    """Start `target(*args)` once for each of `moments` (seconds), kill it then, and `check()`."""
+def kill_at_random(
+    folder: Path, target: Callable, *args, begun: Callable, moments: list[float], check: Callable
+) -> None:
+    """Start `target(*args)` once for each of `moments`, kill it so many seconds after `begun()`
+    first gave another value than before it started, and `check()`."""
     for moment in moments:
+        before = begun()
         process = start(folder, target, *args)
+        while begun() == before and process.is_alive():
+            time.sleep(0.001)
         time.sleep(moment)
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
         process.join()
         check()
+
+
+def changed(path: Path) -> Callable[[], int | None]:
+    """Tells when `path` was last written, or None while there is none."""
+    return lambda: path.stat().st_mtime_ns if path.exists() else None
 
 
 def spread(low: float, high: float, n: int) -> list[float]:

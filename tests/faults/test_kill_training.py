@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from processes import call, kill_at_random, spread
+from processes import call, changed, kill_at_random, spread
 from safetensors.torch import load_file
 from tiny import STEPS
 from victims import command, save_states, train_until_killed
@@ -45,7 +45,15 @@ def test_a_checkpoint_is_whole_whenever_its_writer_is_killed(tmp_path):
             assert (state["model"] == state["step"]).all() and len(state["model"]) == size
             seen.append(state["step"])
 
-    moments = spread(0.05, 0.15, 12)
-    kill_at_random(tmp_path, save_states, tmp_path / "run", size, moments=moments, check=check)
+    run = tmp_path / "run"
+    kill_at_random(
+        tmp_path,
+        save_states,
+        run,
+        size,
+        begun=changed(run / STATE),
+        moments=spread(0, 0.05, 12),
+        check=check,
+    )
     assert seen, "at least one was written"
     assert (tmp_path / "run" / STATE).exists()
