@@ -31,16 +31,17 @@ class Tiles(NamedTuple):
     resident: bool = False
 
 
-# (K, M): ((from this many rows a block on, tiles), ...), in rising order.
-MEASURED: dict[tuple[int, int], tuple[tuple[int, Tiles], ...]] = {}
-SMALL = Tiles(64, 128, 64, 4, 4)
-MEDIUM = Tiles(128, 128, 64, 8, 3)
+# (gathered, K, M): ((from this many rows a block on, tiles), ...), in rising order.
+MEASURED: dict[tuple[bool, int, int], tuple[tuple[int, Tiles], ...]] = {}
+SMALL = Tiles(64, 128, 64, 4, 4, tma=True)
+MEDIUM = Tiles(128, 128, 64, 8, 3, tma=True)
 LARGE = Tiles(128, 256, 64, 8, 4, tma=True)
 
 
-def tiles_for(width_in: int, width_out: int, rows_a_block: float) -> Tiles:
+def tiles_for(gathered: bool, width_in: int, width_out: int, rows_a_block: float) -> Tiles:
     """Measured tiles for the shape, else by how many rows share a matrix."""
-    fitting = [t for start, t in MEASURED.get((width_in, width_out), ()) if rows_a_block >= start]
+    known = MEASURED.get((gathered, width_in, width_out), ())
+    fitting = [tiles for start, tiles in known if rows_a_block >= start]
     if fitting:
         return fitting[-1]
     if rows_a_block < 96:
@@ -49,20 +50,39 @@ def tiles_for(width_in: int, width_out: int, rows_a_block: float) -> Tiles:
 
 
 @triton.jit
+def _blocks(offs, COUNT: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """First row, last row + 1 and number of tiles of each block."""
+    number = tl.arange(0, PADDED)
+    known = number < COUNT
+    end = tl.load(offs + number, mask=known, other=0)
+    start = tl.load(offs + number - 1, mask=known & (number > 0), other=0)
+    return start, end, tl.where(known, tl.cdiv(end - start, ROWS), 0)
+
+
+@triton.jit
+def _place(starts, ends, tiles, tile, ROWS: tl.constexpr):
+    """Block, first row and the block's last row + 1 of one tile of rows."""
+    number = tl.arange(0, tiles.shape[0])
+    block = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    within = tile - tl.sum(tl.where(number < block, tiles, 0), 0)
+    mine = number == block
+    first = tl.sum(tl.where(mine, starts, 0), 0) + within * ROWS
+    return block, first, tl.sum(tl.where(mine, ends, 0), 0)
+
+
+@triton.jit
 def _tile(
-    x, w, offs, order, add, y, number, COUNT: tl.constexpr, PADDED: tl.constexpr,
-    SLOTS: tl.constexpr, GELU: tl.constexpr, TMA: tl.constexpr, K: tl.constexpr, M: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    x, w, order, add, y, block, first, end, start_column, SLOTS: tl.constexpr, GELU: tl.constexpr,
+    TMA: tl.constexpr, K: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y; programs beside each other share rows of x, the next ones a block's matrix."""
-    block, first, end = _place(offs, number // tl.cdiv(M, COLUMNS), COUNT, PADDED, ROWS)
-    start_column = number % tl.cdiv(M, COLUMNS) * COLUMNS
-    column = start_column + tl.arange(0, COLUMNS)
+    """The tile of y whose first row and column are given."""
     row = first + tl.arange(0, ROWS)
     # Rows beyond the block repeat its last one; they are not stored.
     source = tl.minimum(row, end - 1).to(tl.int64)
     if order is not None:
         source = tl.load(order + source) // SLOTS
+    column = start_column + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
     rows_at = source[:, None] * K + depth[None, :]
     columns_at = block.to(tl.int64) * (K * M) + depth[:, None] * M + column[None, :]
@@ -92,47 +112,28 @@ def _tile(
 
 
 @triton.jit
-def _place(offs, tile, COUNT: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """Block, first row and the block's last row + 1 of one tile of rows."""
-    number = tl.arange(0, PADDED)
-    known = number < COUNT
-    end = tl.load(offs + number, mask=known, other=0)
-    start = tl.load(offs + number - 1, mask=known & (number > 0), other=0)
-    tiles = tl.where(known, tl.cdiv(end - start, ROWS), 0)
-    block = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
-    within = tile - tl.sum(tl.where(number < block, tiles, 0), 0)
-    mine = number == block
-    first = tl.sum(tl.where(mine, start, 0), 0) + within * ROWS
-    return block, first, tl.sum(tl.where(mine, end, 0), 0)
-
-
-@triton.jit
-def _count(offs, COUNT: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """Tiles of rows of all blocks."""
-    number = tl.arange(0, PADDED)
-    known = number < COUNT
-    end = tl.load(offs + number, mask=known, other=0)
-    start = tl.load(offs + number - 1, mask=known & (number > 0), other=0)
-    return tl.sum(tl.where(known, tl.cdiv(end - start, ROWS), 0), 0)
-
-
-@triton.jit
 def _grouped_gemm(
     x, w, offs, order, add, y, COUNT: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr,
     GELU: tl.constexpr, TMA: tl.constexpr, RESIDENT: tl.constexpr, K: tl.constexpr,
     M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    tiles = _count(offs, COUNT, PADDED, ROWS) * tl.cdiv(M, COLUMNS)
+    """Programs beside each other share rows of x, and the next ones their block's matrix."""
+    ACROSS: tl.constexpr = tl.cdiv(M, COLUMNS)
+    starts, ends, tiles = _blocks(offs, COUNT, PADDED, ROWS)
+    count = tl.sum(tiles, 0) * ACROSS
+    number = tl.program_id(0)
     if RESIDENT:
-        for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+        for mine in tl.range(number, count, tl.num_programs(0), flatten=True):
+            block, first, end = _place(starts, ends, tiles, mine // ACROSS, ROWS)
             _tile(
-                x, w, offs, order, add, y, number, COUNT, PADDED, SLOTS, GELU, TMA, K, M, ROWS,
-                COLUMNS, DEPTH,
+                x, w, order, add, y, block, first, end, mine % ACROSS * COLUMNS, SLOTS, GELU, TMA,
+                K, M, ROWS, COLUMNS, DEPTH,
             )  # fmt: skip
-    elif tl.program_id(0) < tiles:
+    elif number < count:
+        block, first, end = _place(starts, ends, tiles, number // ACROSS, ROWS)
         _tile(
-            x, w, offs, order, add, y, tl.program_id(0), COUNT, PADDED, SLOTS, GELU, TMA, K, M,
-            ROWS, COLUMNS, DEPTH,
+            x, w, order, add, y, block, first, end, number % ACROSS * COLUMNS, SLOTS, GELU, TMA,
+            K, M, ROWS, COLUMNS, DEPTH,
         )  # fmt: skip
 
 
@@ -155,6 +156,8 @@ def launch(
 ) -> Tensor:
     """`grouped_gemm` by given tiles; matrices that cannot be copied as they ask are loaded."""
     rows, columns, depth, warps, stages, tma, resident = tiles
+    # Addresses of gathered rows cannot be loaded ahead of the tile before them.
+    resident = resident and order_N is None
     n_blocks, width_in, width_out = w_EKM.shape
     x_XK, w_EKM = x_XK.contiguous(), w_EKM.contiguous()
     n_rows = x_XK.shape[0] if order_N is None else order_N.shape[0]
@@ -202,7 +205,9 @@ def grouped_gemm(
     """
     assert not (gelu and add_NM is not None)
     rows = (x_XK if order_N is None else order_N).shape[0]
-    tiles = tiles_for(*w_EKM.shape[1:], rows / w_EKM.shape[0])
+    tiles = tiles_for(order_N is not None, *w_EKM.shape[1:], rows / w_EKM.shape[0])
+    if x_XK.is_cuda and torch.cuda.get_device_capability(x_XK.device)[0] < 9:
+        tiles = MEDIUM._replace(tma=False)  # older GPUs have less shared memory, too
     return launch(tiles, x_XK, w_EKM, offs_E, order_N, slots, gelu, add_NM)
 
 
