@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from mol.base import FileName, Frozen, Size, digest
+from mol.base import FileName, Frozen, Size, Slug, digest
 
 Corpus = Literal["wikitext103", "cosmopedia_v2", "fineweb_edu"]
 
@@ -22,15 +22,36 @@ class HubSource(Frozen):
     max_documents: Size | None = None  # streaming stops there; None reads everything
 
 
+class FurtherText(Frozen):
+    """A file that finished runs are scored on besides the corpus's own splits."""
+
+    file: FileName
+    wikitext: bool = False  # its lines are WikiText's, to be made plain
+
+
 class FileSource(Frozen):
-    """Local txt, jsonl or parquet files, one per split. A missing validation or test file
-    is replaced by documents held out of the training file."""
+    """Local txt, jsonl or parquet files, for training one or several. A missing validation or test
+    file is replaced by documents held out of the training files."""
 
     kind: Literal["file"] = "file"
-    train: FileName
+    train: FileName | Annotated[tuple[FileName, ...], Field(min_length=1)]
     validation: FileName | None = None
     test: FileName | None = None
     column: str = "text"  # of jsonl and parquet
+    texts: dict[Slug, FurtherText] = {}
+
+    @model_validator(mode="after")
+    def _check(self):
+        if taken := self.texts.keys() & {"train", "validation", "test"}:
+            raise ValueError(f"texts: {min(taken)} is a split's name; choose another")
+        return self
+
+    def files(self) -> dict[str, tuple[str, ...]]:
+        """Files by split and further text, those that are named."""
+        train = (self.train,) if isinstance(self.train, str) else self.train
+        single = {"validation": self.validation, "test": self.test}
+        single |= {name: text.file for name, text in self.texts.items()}
+        return {"train": train} | {name: (file,) for name, file in single.items() if file}
 
 
 Source = Annotated[WheelSource | HubSource | FileSource, Field(discriminator="kind")]

@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 from mol.base import UserError, digest, sha256_file
 from mol.data.config import Corpus, FileSource
-from mol.data.meta import SPLITS, SourceInfo, Split
+from mol.data.meta import SourceInfo
 from mol.data.sources import Text, side
 
 PER_MILLE = 50  # of the documents, for a split that has no file of its own
@@ -22,30 +22,32 @@ BLANK_LINE = re.compile(r"\n\s*\n")
 
 
 def open_files(corpus: Corpus, source: FileSource) -> Text:
-    """The files of `source`. A split without a file is held out of the training file by a hash of
+    """The files of `source`. A split without a file is held out of the training files by a hash of
     each document's text, so equal documents fall on one side. UserError, naming the file, if one
     is missing, empty, of an unknown kind, or the same as another split's."""
-    paths = {split: Path(name) for split in SPLITS if (name := getattr(source, split))}
-    hashes = {split: _hash(path) for split, path in paths.items()}
-    for split, other in (("train", "validation"), ("train", "test"), ("validation", "test")):
-        if split in hashes and hashes[split] == hashes.get(other):
-            raise UserError(f"{paths[other]}: same content as the {split} file; leave {other} out")
+    paths = {name: tuple(map(Path, files)) for name, files in source.files().items()}
+    hashes = {path: _hash(path) for files in paths.values() for path in files}
+    seen: dict[str, str] = {}
+    for name, files in paths.items():
+        for path in files:
+            if other := seen.get(hashes[path]):
+                raise UserError(f"{path}: same content as the {other} file; leave {name} out")
+            seen[hashes[path]] = name
 
-    def documents(split: Split) -> Iterator[str]:
-        path = paths.get(split, paths["train"])
-        for text in read_documents(path, source.column):
-            if path != paths["train"]:
-                yield text
-                continue
-            where = side(text, PER_MILLE)
-            if (where if where not in paths else "train") == split:
+    def documents(name: str) -> Iterator[str]:
+        for path in paths.get(name, paths["train"]):
+            for text in read_documents(path, source.column):
+                if name not in paths or name == "train":
+                    where = side(text, PER_MILLE)
+                    if (where if where not in paths else "train") != name:
+                        continue
                 yield text
 
-    files = {str(path): hashes[split] for split, path in paths.items()}
+    files = {str(path): sha256 for path, sha256 in hashes.items()}
     info = SourceInfo(
-        name=f"files for {corpus}: {', '.join(path.name for path in paths.values())}",
+        name=f"files for {corpus}: {', '.join(path.name for path in hashes)}",
         files=files,
-        sha256=hashes["train"] if len(files) == 1 else digest(files, 64),
+        sha256=digest(files, 64) if len(files) > 1 else next(iter(files.values())),
         license="not stated (own file)",
         note=f"in place of {corpus}, not the paper's corpus unless the file holds it",
     )

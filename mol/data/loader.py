@@ -19,7 +19,7 @@ Sequence = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class _Shard:
     """A split's shard, memory-mapped after its size, hash and tokenizer were checked."""
 
-    def __init__(self, folder: Path, split: Split, seq_len: int, tokenizer_sha256: str | None):
+    def __init__(self, folder: Path, split: str, seq_len: int, tokenizer_sha256: str | None):
         self.folder = Path(folder)
         self.meta: CorpusMeta = load_meta(self.folder)
         check_tokenizer(self.folder, self.meta, tokenizer_sha256)
@@ -142,7 +142,7 @@ class TokenBatches:
 
 def eval_sequences(
     folder: Path,
-    split: Split,
+    split: str,
     seq_len: int,
     limit: int | None,
     *,

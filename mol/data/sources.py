@@ -11,10 +11,10 @@ from mol.data.meta import SourceInfo, Split
 @dataclass(frozen=True)
 class Text:
     """Documents of one source. `documents(split)` starts from the beginning at every call and
-    always gives the same order."""
+    always gives the same order; further texts of a source go by their names."""
 
     info: SourceInfo
-    documents: Callable[[Split], Iterator[str]]
+    documents: Callable[[str], Iterator[str]]
 
 
 def side(key: str, per_mille: int) -> Split:

@@ -14,7 +14,9 @@ SMOKE_STEPS = 24
 SMOKE_TOKENS = 256  # a step; half of it with the GPT-2 vocabulary, whose head dominates
 SMOKE_VOCAB = 4096
 SMOKE_LR_FACTOR = 10  # narrow models take larger steps; 24 steps at 3e-4 would not leave the start
-PROXY_FRACTION = 10  # of the paper's steps, schedule complete
+PROXY_FRACTION = 10  # of the paper's steps on WikiText-103, schedule complete
+PROXY_TOKENS = 65_536_000  # of a packed corpus, in one pass: 500 steps of E09, 1,000 of E10
+PROXY_CURVE_TOKENS = 131_072  # of a point of the validation curve: short runs have as many points
 
 
 def default_source(scale: ScaleName) -> Source:
@@ -72,19 +74,17 @@ def data_spec(recipe: Recipe, scale: ScaleName, sources: Sources) -> DataSpec:
         if padded:
             spec["layout"] = PaddedLayout(chunk=64, min_chunk=32)
     elif scale == "proxy":
-        spec["max_train_tokens"] = _proxy_tokens(recipe)
+        spec["max_train_tokens"] = (
+            404_842 * recipe.seq_len // PROXY_FRACTION
+            if padded
+            else (
+                PROXY_TOKENS + 1  # the last token's target
+            )
+        )
     elif not padded:
         spec["max_train_tokens"] = recipe.seq_len * recipe.optim.batch_size * recipe.optim.steps
         spec["max_eval_tokens"] = 10_000_000
     return DataSpec(**spec)
-
-
-def _proxy_tokens(recipe: Recipe) -> int:
-    """So many that the number of epochs is the paper's: a tenth of WikiText-103's 404,842
-    chunks of 255 targets, and one pass over the packed corpora."""
-    if isinstance(recipe.layout, PaddedLayout):
-        return 404_842 * recipe.seq_len // PROXY_FRACTION
-    return recipe.seq_len * recipe.optim.batch_size * recipe.optim.steps // PROXY_FRACTION
 
 
 def train_spec(
@@ -110,8 +110,9 @@ def train_spec(
         evaluation = EvalSpec(every=4, curve_sequences=8 // share, final_sequences=32 // share)
     else:
         if scale == "proxy":
-            optim = _shorten(optim)
-        evaluation = EvalSpec(every=max(1, optim.steps // 100), curve_sequences=512)
+            optim = _shorten(recipe)
+        sequences = max(1, PROXY_CURVE_TOKENS // seq_len) if scale == "proxy" else 512
+        evaluation = EvalSpec(every=max(1, optim.steps // 100), curve_sequences=sequences)
     return TrainSpec(
         scale=scale,
         condition=slug,
@@ -125,10 +126,13 @@ def train_spec(
     )
 
 
-def _shorten(optim: OptimSpec) -> OptimSpec:
-    return optim.model_copy(
-        update={
-            "steps": optim.steps // PROXY_FRACTION,
-            "warmup_steps": optim.warmup_steps // PROXY_FRACTION,
-        }
-    )
+def _shorten(recipe: Recipe) -> OptimSpec:
+    """So many steps that the number of epochs is the paper's: a tenth of them, on a tenth of
+    WikiText-103's 404,842 chunks of 255 targets, and one pass over a packed corpus. Warm-up and
+    cosine shrink alike."""
+    optim = recipe.optim
+    steps = optim.steps // PROXY_FRACTION
+    if not isinstance(recipe.layout, PaddedLayout):
+        steps = max(1, PROXY_TOKENS // (optim.batch_size * recipe.seq_len))
+    warmup = optim.warmup_steps * steps // optim.steps
+    return optim.model_copy(update={"steps": steps, "warmup_steps": warmup})

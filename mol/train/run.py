@@ -3,12 +3,22 @@
 import json
 import math
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from mol.data.config import FileSource
+from mol.data.loader import eval_sequences
 from mol.data.meta import CorpusMeta, load_meta
-from mol.evaluate.perplexity import evaluate_split, scoring_batch
+from mol.data.packing import further_texts
+from mol.evaluate.perplexity import (
+    evaluate_split,
+    mean_and_error,
+    score,
+    scoring_batch,
+    text_size,
+)
 from mol.model.counts import active_parameters, total_parameters
 from mol.ops.collectives import rank, world
 from mol.ops.trusted import check_kernels
@@ -21,8 +31,14 @@ from mol.train.loop import Trained, train, write_curve
 
 
 def data_hashes(meta: CorpusMeta) -> dict[str, str]:
-    """What a record says of its data: source, license and the hashes that pin it."""
+    """What a record says of its data: source, license and the hashes that pin it, the shards' and
+    those of the user's own files."""
     shards = {f"{name}_sha256": split.sha256 for name, split in meta.splits.items()}
+    files = {}
+    if isinstance(meta.spec.source, FileSource):
+        for name, paths in meta.spec.source.files().items():
+            texts = (f"{Path(path).name} {meta.source.files[str(Path(path))]}" for path in paths)
+            files[f"{name}_text"] = ", ".join(texts)
     return {
         "corpus": meta.spec.corpus,
         "source": meta.source.name,
@@ -30,6 +46,7 @@ def data_hashes(meta: CorpusMeta) -> dict[str, str]:
         "license": meta.source.license,
         "tokenizer_sha256": meta.tokenizer_sha256,
         **shards,
+        **files,
     }
 
 
@@ -79,6 +96,30 @@ def _held_out(spec: TrainSpec, trained: Trained, corpus: Path, meta: CorpusMeta,
         )
 
 
+def _further(spec: TrainSpec, trained: Trained, corpus: Path, device) -> Iterator[Metric]:
+    """Figures of the source's further texts. They have names of their own, so that nothing that
+    looks for a corpus's perplexity finds another text's."""
+    padded = spec.data.layout.kind == "padded"
+    for name in further_texts(spec.data):
+        sequences = eval_sequences(corpus, name, spec.seq_len, spec.evaluation.final_sequences)
+        tally, targets = score(
+            trained.model,
+            sequences,
+            scoring_batch(spec.seq_len),
+            device,
+            spec.precision == "bf16",
+        )
+        nll, error = mean_and_error(tally)
+        labels = {"text": name, "context": spec.seq_len, "pad": "masked" if padded else "none"}
+        bits = tally.nll_real / math.log(2) / text_size(corpus, targets)[0]
+        found = (("nll", nll, "nat/token", error), ("bits_per_byte", bits, "bit/byte", None))
+        for metric, value, unit, stderr in found:
+            yield Metric(
+                name=f"text_{metric}", value=value, unit=unit, n=tally.n_real, stderr=stderr,
+                labels=labels,
+            )  # fmt: skip
+
+
 def execute(
     spec: TrainSpec, corpus: Path, out: Path, device: torch.device, **options
 ) -> Record | None:
@@ -98,6 +139,7 @@ def execute(
         notes.append(f"trained by {world()} processes ({way(trained.model)}); memory of the first")
     metrics = [
         *_held_out(spec, trained, corpus, meta, device),
+        *_further(spec, trained, corpus, device),
         *_counts(spec),
         *_speed(spec, trained, device),
     ]

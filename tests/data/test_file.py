@@ -151,3 +151,21 @@ def test_missing_splits_are_held_out_without_leaks(tmp_path):
     assert [*text.documents("validation")] == ["another text"]
     assert [*text.documents("test")] == parts[2]
     assert len([*text.documents("train")]) == len(texts) - len(parts[2])
+
+
+def test_several_training_files_are_read_in_order_and_held_out_alike(tmp_path):
+    texts = [f"document {i}" for i in range(900)]
+    for name, part in (("a", texts[:400]), ("b", texts[400:])):
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(part))
+    (tmp_path / "one.txt").write_text("\n\n".join(texts))
+    parts = FileSource(train=tuple(str(tmp_path / f"{name}.txt") for name in "ab"))
+    several, one = (
+        open_files("fineweb_edu", source)
+        for source in (parts, FileSource(train=str(tmp_path / "one.txt")))
+    )
+    for split in ("train", "validation", "test"):
+        assert list(several.documents(split)) == list(one.documents(split))
+    assert len(several.info.files) == 2
+    again = FileSource(train=(str(tmp_path / "a.txt"),) * 2)
+    with pytest.raises(UserError, match=r"a\.txt: same content as the train file"):
+        open_files("fineweb_edu", again)

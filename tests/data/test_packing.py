@@ -250,3 +250,30 @@ def test_raw_wikitext_files_are_made_plain(tmp_path):
     tokenizer = load_tokenizer(tmp_path / "corpus")
     row = shard(tmp_path / "corpus")[:32]
     assert tokenizer.decode(row[row != meta.pad_id].tolist()).startswith("The 0,000 ships, they")
+
+
+def test_further_texts_have_shards_of_their_own(tmp_path):
+    (tmp_path / "train.txt").write_text("\n\n".join(f"some words, number {i}" for i in range(900)))
+    (tmp_path / "wiki.txt").write_text(
+        " = Title = \n \n The 7 @,@ 000 ships , they sailed . \n" * 9
+    )
+    wiki = {"file": str(tmp_path / "wiki.txt")}
+    spec = packing.DataSpec(
+        corpus="fineweb_edu",
+        source=FileSource(
+            train=str(tmp_path / "train.txt"),
+            texts={"wiki-test": wiki | {"wikitext": True}},
+        ),
+        tokenizer="bpe",
+        vocab_size=300,
+        layout={"kind": "packed"},
+    )
+    meta = prepare(spec, tmp_path / "corpus")
+    assert set(meta.splits) == {"train", "validation", "test", "wiki-test"}
+    tokenizer = load_tokenizer(tmp_path / "corpus")
+    ids = np.fromfile(tmp_path / "corpus" / "wiki-test.bin", dtype="<u2").tolist()
+    assert tokenizer.decode(ids).startswith("The 7,000 ships, they sailed.")
+    assert str(tmp_path / "wiki.txt") in meta.source.files
+    assert prepare(spec, tmp_path / "corpus") == meta
+    with pytest.raises(ValueError, match="test is a split's name"):
+        FileSource(train="a.txt", texts={"test": wiki})

@@ -84,6 +84,30 @@ def test_paper_scale_states_the_tokens_the_paper_states():
     assert paper["mol-2p08b"].optim.batch_size * paper["mol-2p08b"].seq_len == 2**20
 
 
+def test_proxy_has_the_papers_epochs_and_its_schedule_in_small():
+    paper, proxy = by_slug("paper"), by_slug("proxy")
+
+    def steps_and_tokens(slug):
+        spec = proxy[slug]
+        return spec.optim.steps, spec.optim.batch_size * spec.seq_len
+
+    wikitext = proxy["mol-top3"]
+    assert wikitext.optim.steps == 5_000 and wikitext.optim.warmup_steps == 100
+    rows = wikitext.data.max_train_tokens // wikitext.data.layout.chunk
+    assert 5_000 * 64 / rows == pytest.approx(50_000 * 64 / 404_842, rel=0.01)  # 7.9 epochs
+    assert steps_and_tokens("cosmo-mol-top3") == (500, 131_072)
+    assert steps_and_tokens("fineweb-1p3of15") == (1_000, 65_536)
+    for slug, spec in proxy.items():
+        optim, whole = spec.optim, paper[slug].optim
+        unchanged = {"steps", "warmup_steps"}
+        assert optim.model_dump(exclude=unchanged) == whole.model_dump(exclude=unchanged)
+        scaled = whole.warmup_steps * optim.steps / whole.steps
+        assert scaled - 1 < optim.warmup_steps <= scaled
+        if spec.data.layout.kind == "packed":  # one pass, the last target included
+            tokens = optim.steps * optim.batch_size * spec.seq_len
+            assert tokens < spec.data.max_train_tokens <= 65_536_001
+
+
 def test_an_edited_condition_changes_its_own_runs_and_no_other(tmp_path):
     folder = tmp_path / "paper"
     shutil.copytree(PAPER, folder)

@@ -5,14 +5,15 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 
-from mol.base import UserError
+from mol.base import UserError, sha256_file
 from mol.cli import main
-from mol.data.config import DataSpec, FileSource, PaddedLayout
+from mol.data.config import DataSpec, FileSource, FurtherText, PaddedLayout
 from mol.data.packing import prepare
 from mol.model.config import DenseLayer, ModelConfig, SplitLayer
 from mol.model.transformer import LanguageModel
@@ -149,6 +150,25 @@ def test_a_run_leaves_a_checked_record_a_curve_and_weights(corpus, tmp_path):
     load_weights(tmp_path, LanguageModel(spec.model), sha)
     with pytest.raises(UserError, match="trained with tokenizer"):
         load_weights(tmp_path, LanguageModel(spec.model), "0" * 64)
+
+
+def test_a_run_is_scored_on_further_texts_and_names_every_text(corpus, tmp_path):
+    data, _ = corpus
+    (tmp_path / "more.txt").write_text("\n\n".join(f"w{i} x{i % 5} " * 9 for i in range(40)))
+    source = data.source.model_copy(
+        update={"texts": {"more": FurtherText(file=str(tmp_path / "more.txt"))}}
+    )
+    data = data.model_copy(update={"source": source})
+    meta = prepare(data, tmp_path / "corpus")
+    record = execute(make_spec(data, steps=3), tmp_path / "corpus", tmp_path / "run", CPU)
+    found = {m.name: m for m in record.metrics if m.labels.get("text") == "more"}
+    assert set(found) == {"text_nll", "text_bits_per_byte"}
+    assert 3 < found["text_nll"].value < 7 and found["text_nll"].stderr > 0
+    assert found["text_nll"].n > 0 and found["text_nll"].labels["pad"] == "masked"
+    names = record.provenance.data
+    assert names["more_text"] == f"more.txt {sha256_file(tmp_path / 'more.txt')}"
+    assert names["train_text"] == f"text.txt {sha256_file(Path(source.train))}"
+    assert names["more_sha256"] == meta.splits["more"].sha256
 
 
 def test_broken_and_foreign_checkpoints_are_refused_by_name(corpus, tmp_path):
