@@ -205,7 +205,8 @@ def alone(lock: Path, what: str, wait: float = 0.0) -> Iterator[None]:
     while True:
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
-            stream = open(lock, "a+")  # noqa: SIM115, closed below
+            # Without a buffer, whose content a full disk would refuse once more on closing.
+            stream = open(lock, "ab+", buffering=0)  # noqa: SIM115, closed below
         except OSError as error:
             raise UserError(f"{lock}: cannot be written ({reason_of(error)}); permit it") from None
         with stream:
@@ -213,8 +214,7 @@ def alone(lock: Path, what: str, wait: float = 0.0) -> Iterator[None]:
             if mine is not False and os.fstat(stream.fileno()).st_nlink:
                 with contextlib.suppress(OSError):  # a full disk takes no name, and needs none
                     stream.truncate(0)
-                    stream.write(f"process {os.getpid()} on {socket.gethostname()}")
-                    stream.flush()
+                    stream.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
                 try:
                     yield
                 finally:
@@ -223,7 +223,7 @@ def alone(lock: Path, what: str, wait: float = 0.0) -> Iterator[None]:
             if mine is False and time.monotonic() > deadline:
                 stream.seek(0)
                 raise UserError(
-                    f"{lock.parent}: {stream.read(200) or 'another process'} {what}; "
+                    f"{lock.parent}: {stream.read(200).decode() or 'another process'} {what}; "
                     "wait until it ends, or end it"
                 )
         time.sleep(0.05)
