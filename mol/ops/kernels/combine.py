@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mol.ops.kernels.operator import operator
+
 
 @triton.jit(do_not_specialize=["tokens"])
 def _sum(
@@ -83,7 +85,7 @@ def _launch(kernel, tokens: int, width: int, slots: int, *args, whole: bool = Fa
     )  # fmt: skip
 
 
-@torch.library.custom_op("mol::combine", mutates_args=())
+@operator("mol::combine")
 def combine(
     y_ND: Tensor,
     inverse_N: Tensor,
@@ -194,7 +196,7 @@ def _grad_combine(ctx, grad_XD):
 combine.register_autograd(_grad_combine, setup_context=_save_combine)
 
 
-@torch.library.custom_op("mol::gather", mutates_args=())
+@operator("mol::gather")
 def gather(x_XD: Tensor, inverse_N: Tensor, slots: int) -> Tensor:
     """Rows of the tokens in packed order, [N, D]; a token appears `slots` times. The gradient is
     the fp32 sum of a token's rows."""
@@ -216,7 +218,7 @@ def _save_gather(ctx, inputs, output) -> None:
 
 def _grad_gather(ctx, grad_ND):
     (inverse_N,) = ctx.saved_tensors
-    return combine(grad_ND, inverse_N, None, None, None, 1.0, 1.0, ctx.slots), None, None
+    return combine.recorded(grad_ND, inverse_N, None, None, None, 1.0, 1.0, ctx.slots), None, None
 
 
 gather.register_autograd(_grad_gather, setup_context=_save_gather)

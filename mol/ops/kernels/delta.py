@@ -44,6 +44,7 @@ from mol.ops.kernels.delta_solve import (
     state_at,
     store_rows,
 )
+from mol.ops.kernels.operator import operator
 
 
 @triton.jit
@@ -125,7 +126,7 @@ def _buffers(
     )
 
 
-@torch.library.custom_op("mol::delta_rule", mutates_args=())
+@operator("mol::delta_rule")
 def delta_rule_op(
     q: Tensor,
     k: Tensor,

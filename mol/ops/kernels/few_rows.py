@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mol.ops.kernels.operator import operator
+
 PROGRAMS = 512  # wanted at once: about four for each multiprocessor of an H100 or H200
 
 
@@ -146,7 +148,7 @@ def _few_rows(
     tl.store(y + row * width_out + column, result, mask=column < width_out)
 
 
-@torch.library.custom_op("mol::few_rows_mm", mutates_args=())
+@operator("mol::few_rows_mm")
 def few_rows_mm(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor) -> Tensor:
     """The grouped product of a few rows, [N, M]: reads the matrices of the rows' own blocks
     only, each once a row. Sums in fp32."""

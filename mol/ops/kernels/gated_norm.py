@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mol.ops.kernels.mix_tiles import shifted
+from mol.ops.kernels.operator import operator
 from mol.ops.kernels.shares import block_share, count_parts, row_strided
 
 ELEMENTS = 2048  # of a tile, 16 a thread
@@ -72,7 +73,7 @@ def _gated_backward(
     tl.store(part_norm + share * WIDTH + column, tl.sum(sums, 0), mask=inside)
 
 
-@torch.library.custom_op("mol::gated_norm", mutates_args=())
+@operator("mol::gated_norm")
 def gated_norm(
     o_NHd: Tensor, gate_NM: Tensor, norm_Ed: Tensor, offs_E: Tensor, eps: float = 1e-5
 ) -> Tensor:

@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from mol.ops.kernels.operator import operator
+
 
 class Tiles(NamedTuple):
     """How one shape is computed: `rows` x `columns` of y a program, `depth` of K at a time, of
@@ -187,7 +189,7 @@ def launch(
     return y_NM
 
 
-@torch.library.custom_op("mol::grouped_gemm", mutates_args=())
+@operator("mol::grouped_gemm")
 def grouped_gemm(
     x_XK: Tensor,
     w_EKM: Tensor,

@@ -24,6 +24,7 @@ from mol.ops.kernels.mix_tiles import (
     softplus,
     window,
 )
+from mol.ops.kernels.operator import operator
 from mol.ops.kernels.shares import block_share, count_parts, row_strided
 
 __all__ = ["delta_inputs", "gated_norm"]
@@ -103,7 +104,7 @@ def _inputs(
         )  # fmt: skip
 
 
-@torch.library.custom_op("mol::delta_inputs", mutates_args=())
+@operator("mol::delta_inputs")
 def delta_inputs(
     qkv_NC: Tensor,
     ab_NG: Tensor,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mol.ops.kernels.operator import operator
 from mol.ops.kernels.shares import block_share, count_parts
 
 ELEMENTS = 2048  # of a tile, 16 a thread
@@ -117,7 +118,7 @@ def _contiguous(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
-@torch.library.custom_op("mol::add_norm", mutates_args=())
+@operator("mol::add_norm")
 def _add_norm(
     h_NM: Tensor,
     a_NM: Tensor | None,

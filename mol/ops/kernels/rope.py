@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mol.ops.kernels.operator import operator
 from mol.ops.kernels.shares import block_share, count_parts, row_strided
 
 ELEMENTS = 512  # of a tile of half a head, two of them for each of q, k and v
@@ -113,7 +114,7 @@ def _sizes(columns: int, planes: int) -> dict[str, int]:
     return {"HEADS": columns // (6 * planes), "PLANES": planes, "WIDE": wide, "ROWS": rows}
 
 
-@torch.library.custom_op("mol::bias_rope", mutates_args=())
+@operator("mol::bias_rope")
 def bias_rope(
     qkv_NP: Tensor,
     bias_EP: Tensor,

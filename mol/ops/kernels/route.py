@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mol.ops.kernels.operator import operator
+
 FEW = 128  # tokens up to which each has a program of its own: one for every multiprocessor
 TALL = 8192  # tokens from which tiles of 64 instead of 16 fill the multiprocessors
 PARTS, PART_ROWS = 64, 32  # the backward pass: most parts, and tokens at a time in each
@@ -139,7 +141,7 @@ def _route_backward(
     tl.store(grad_router + at_part, sums, mask=known & within)
 
 
-@torch.library.custom_op("mol::route", mutates_args=())
+@operator("mol::route")
 def route(
     x_XD: Tensor, router_ED: Tensor, k: int, over_selected: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -338,7 +340,7 @@ def _place(
         tl.store(edges + BLOCKS * batch, tl.sum(total, 0))
 
 
-@torch.library.custom_op("mol::plan", mutates_args=())
+@operator("mol::plan")
 def plan(
     chosen_Xk: Tensor, batch: int, length: int, n_blocks: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
