@@ -2,16 +2,23 @@
 
 import argparse
 import json
+from pathlib import Path
 
 from mol.base import UserError
 from mol.plan.build import Planned, plan
 from mol.plan.experiments import load_experiments
-from mol.plan.select import add_scale_arguments, chosen_config
+from mol.plan.select import RESULTS, add_scale_arguments, chosen_config
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_scale_arguments(parser)
     parser.add_argument("--experiment", metavar="ID", help="only this one, for example E06")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=RESULTS,
+        help="whose records tell the cost; default: results",
+    )
     parser.add_argument("--json", action="store_true", help="print a list of rows")
 
 
@@ -52,15 +59,63 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"--experiment {args.experiment!r}: known are {', '.join(known)}")
         runs = [planned for planned in runs if args.experiment in planned.experiments]
     rows = [row(planned) for planned in runs]
+    priced = _priced(runs, args.results) if config.scale != "smoke" else {}
+    for item in rows:
+        item |= _cost_of(priced.get(item["run_id"]))
     if args.json:
         print(json.dumps(rows, indent=1))
         return 0
-    print(f"{'run':44}{'experiments':20}{'steps':>8}{'tokens':>16}{'weights':>15}{'active':>15}")
+    head = f"{'run':44}{'experiments':20}{'steps':>8}{'tokens':>16}{'weights':>15}{'active':>15}"
+    print(head + (f"{'GPU-hours':>15}" if priced else ""))
     for item in rows:
         figures = (item.get(key) for key in ("steps", "tokens", "params_total", "params_active"))
         columns = zip(figures, (8, 16, 15, 15), strict=True)
         text = "".join(f"{figure:>{width},}" for figure, width in columns if figure is not None)
-        print(f"{item['run_id']:44}{' '.join(item['experiments']):20}{text}".rstrip())
+        cost = _cost_text(priced.get(item["run_id"]))
+        print(f"{item['run_id']:44}{' '.join(item['experiments']):20}{text}{cost}".rstrip())
     operations = sum(item.get("train_flop", 0) for item in rows)
     print(f"scale {config.scale}: {len(rows)} runs, {operations:.3g} training operations in all")
+    if priced:
+        _print_sums(runs, priced)
     return 0
+
+
+def _priced(runs: list[Planned], results: Path) -> dict:
+    from mol.plan.cost import costs
+
+    return costs(runs, results)
+
+
+def _cost_of(cost) -> dict:
+    """A run's cost as columns of its row; nothing where none is asked for."""
+    if cost is None:
+        return {}
+    return {
+        "done": cost.done,
+        "gpu_hours": cost.hours,
+        "tokens_per_s": cost.speed and cost.speed.tokens_per_s,
+        "measured_on": cost.speed and cost.speed.gpu,
+        "measured_by": cost.speed and cost.speed.run_id,
+        "paper_gpu_hours": cost.paper,
+    }
+
+
+def _cost_text(cost) -> str:
+    if cost is None:
+        return ""
+    text = "not measured" if cost.hours is None else f"{cost.hours:,.2f}"
+    text = f"{'done' if cost.done else text:>15}"
+    return text if cost.paper is None else f"{text}  (paper {cost.paper:,.1f})"
+
+
+def _print_sums(runs: list[Planned], priced: dict) -> None:
+    """By experiment, in which a run counts wherever it is used, and all runs once."""
+    from mol.plan.cost import summary
+
+    of: dict[str, list] = {}
+    for run in runs:
+        for experiment in run.experiments if run.run_id in priced else ():
+            of.setdefault(experiment, []).append(priced[run.run_id])
+    for experiment, found in of.items():
+        print(f"  {experiment}: {summary(found)}")
+    print(f"  all: {summary(priced.values())}")
