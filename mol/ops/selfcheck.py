@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mol.ops import cross_entropy
@@ -30,7 +31,7 @@ from mol.ops.cross_entropy import (
 )
 from mol.ops.dispatch import RoutePlan
 from mol.ops.gated_delta import gated_delta_rule, naive_gated_delta_rule
-from mol.ops.grouped import grouped_mm, grouped_mm_reference
+from mol.ops.grouped import gathered_mm, grouped_mm, grouped_mm_reference
 from mol.ops.short_conv import short_conv, short_conv_reference
 
 # On a CPU the project runs in fp32 and is tested in fp64; on CUDA it trains in bf16, where one
@@ -163,6 +164,7 @@ def _comparisons(device: torch.device, dtype: torch.dtype) -> Iterator[tuple]:
         x=draw(3 * 29 * 2, 24),
         w=draw(7, 24, 4),
     )
+    yield "grouped products without gradients", *_products(draw, plan), TOLERANCES[dtype]
     yield from _decode(draw, device, TOLERANCES[dtype])
     targets = torch.randint(0, 301, (77,), generator=generator).to(device)
     yield pair(
@@ -181,6 +183,33 @@ def _comparisons(device: torch.device, dtype: torch.dtype) -> Iterator[tuple]:
 
     for name, fast, plain in decode_steps(device, dtype):
         yield name, fast, plain, STAGE_TOLERANCES[dtype]
+
+
+def _products(draw: Callable, plan: RoutePlan) -> tuple[Callable, Callable]:
+    """Products that gather, apply GELU and add as they go, and the loop over groups."""
+    tokens = plan.batch * plan.length
+    x, more = draw(tokens, 192), draw(tokens * plan.slots, 320)
+    down, up = (draw(plan.n_blocks, 192, width, scale=192**-0.5) for width in (93, 320))
+
+    def fast() -> dict[str, Tensor]:
+        rows = plan.gather(x)
+        with torch.no_grad():
+            return {
+                "gathered": gathered_mm(x, down, plan),
+                "GELU": grouped_mm(rows, up, plan.offs_E, gelu=True),
+                "sum": grouped_mm(rows, up, plan.offs_E, add_NM=more),
+            }
+
+    def plain() -> dict[str, Tensor]:
+        rows = x.double()[plan.order_N // plan.slots]
+        wide = grouped_mm_reference(rows, up.double(), plan.offs_E)
+        return {
+            "gathered": grouped_mm_reference(rows, down.double(), plan.offs_E),
+            "GELU": F.gelu(wide, approximate="tanh"),
+            "sum": wide + more.double(),
+        }
+
+    return fast, plain
 
 
 def _decode(draw: Callable, device: torch.device, tolerance: float) -> Iterator[tuple]:
