@@ -41,12 +41,14 @@ class Progress:
 
 @dataclass
 class Trained:
-    """A finished (or stopped) run: model, curve rows (step, tokens, name, value), throughput."""
+    """A finished (or stopped) run: model, curve rows (step, tokens, name, value), seconds of all
+    steps, and the rate of those that count for it (`Trainer.count`)."""
 
     model: LanguageModel
     curve: list[tuple[int, int, str, float]]
     steps_done: int
     train_seconds: float
+    steps_per_s: float
     epochs: float
 
 
@@ -70,6 +72,7 @@ class Trainer:
         self.loss = 0.0  # of the last step that was read
         self.step = 0
         self.seconds = 0.0
+        self.steady_steps, self.steady_seconds = 0, 0.0
         self.curve: list[tuple[int, int, str, float]] = []
 
     @property
@@ -97,6 +100,20 @@ class Trainer:
             self.log("grad_norm", norm)
         return self.loss
 
+    def count(self, seconds: float) -> None:
+        """Add a step's time. The rate leaves out those in which a process that replays its steps
+        compiles kernels and records: seconds each, however short the run."""
+        self.seconds += seconds
+        if not self.update.prepares:
+            self.steady_steps += 1
+            self.steady_seconds += seconds
+
+    @property
+    def steps_per_s(self) -> float:
+        if self.steady_steps:
+            return self.steady_steps / self.steady_seconds
+        return self.step / self.seconds
+
     def evaluate(self) -> None:
         """Add one point to the validation curve."""
         plan = self.spec.evaluation
@@ -117,6 +134,7 @@ class Trainer:
             "code_sha256": self.code_sha256,
             "step": self.step,
             "seconds": self.seconds,
+            "steady": (self.steady_steps, self.steady_seconds),
             "model": gathered(self.model.state_dict()),
             "optimizer": {k: gathered(t) for k, t in self.update.optimizer.state_dict().items()},
             "guard": self.update.guard.state_dict(),
@@ -134,6 +152,7 @@ class Trainer:
         self.batches.load_state_dict(state["batches"])
         torch.set_rng_state(state["rng"])
         self.step, self.seconds = state["step"], state["seconds"]
+        self.steady_steps, self.steady_seconds = state["steady"]
         self.curve = [tuple(row) for row in state["curve"]]
 
 
@@ -181,19 +200,20 @@ def train(
             )
             try:
                 loss = trainer.train_step()
-                if evaluates or due:
-                    trainer.update.figures()  # a state that went wrong is neither scored nor saved
+                # A state that went wrong is neither scored nor saved.
+                if evaluates or due or trainer.update.prepares:
+                    trainer.update.figures()
             except FloatingPointError as error:
                 trainer.batches.close()
                 raise UserError(
                     f"{spec.run_id}: {error}; stopped. The last good checkpoint is "
                     f"{out / STATE if (out / STATE).exists() else 'the start'}; lower optim.lr"
                 ) from None
-            trainer.seconds += time.perf_counter() - started
+            trainer.count(time.perf_counter() - started)
             if evaluates:
                 trainer.evaluate()
             if on_step:
-                rate = trainer.tokens / trainer.seconds
+                rate = trainer.steps_per_s * trainer.tokens / trainer.step
                 on_step(Progress(trainer.step, spec.optim.steps, loss, rate))
             if due and trainer.step < spec.optim.steps:
                 state = trainer.state()
@@ -202,7 +222,12 @@ def train(
                 checkpointed = time.monotonic()
     trainer.batches.close()
     return Trained(
-        trainer.model, trainer.curve, trainer.step, trainer.seconds, trainer.batches.epochs
+        trainer.model,
+        trainer.curve,
+        trainer.step,
+        trainer.seconds,
+        trainer.steps_per_s,
+        trainer.batches.epochs,
     )
 
 

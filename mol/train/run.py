@@ -69,11 +69,10 @@ def _speed(spec: TrainSpec, trained: Trained, device: torch.device) -> list[Metr
         peak = torch.cuda.max_memory_allocated(device)
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    steps_per_s = trained.steps_done / trained.train_seconds
-    tokens = spec.optim.batch_size * spec.seq_len
+    rate, tokens = trained.steps_per_s, spec.optim.batch_size * spec.seq_len
     return [
-        Metric(name="train_steps_per_s", value=steps_per_s, unit="step/s", n=trained.steps_done),
-        Metric(name="train_tokens_per_s", value=steps_per_s * tokens, unit="token/s"),
+        Metric(name="train_steps_per_s", value=rate, unit="step/s", n=trained.steps_done),
+        Metric(name="train_tokens_per_s", value=rate * tokens, unit="token/s"),
         Metric(name="train_wall_s", value=trained.train_seconds, unit="s"),
         Metric(name="epochs", value=trained.epochs, unit="epoch"),
         Metric(name="peak_memory", value=peak, unit="byte"),

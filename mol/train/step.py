@@ -72,6 +72,11 @@ class TrainStep:
             self._update()
         self.done += 1
 
+    @property
+    def prepares(self) -> bool:
+        """Whether the last step was one of those that compile kernels or record."""
+        return self.replayed and self.done <= EAGER_STEPS + 1
+
     def figures(self) -> tuple[float, float, float]:
         """Loss in nats a target, balance loss and gradient norm of the last step. Raises
         FloatingPointError if a step since the last call failed, saying which and how."""
