@@ -4,7 +4,6 @@ from typing import Any
 
 from mol.plan.experiments import Paper
 from mol.plan.scale import train_spec
-from mol.plan.spec import TrainSpec
 
 # What a run is called, not what it does.
 IDENTITY = ("kind", "scale", "condition", "seed")
@@ -16,13 +15,15 @@ CUT = ("optim.steps", "optim.warmup_steps", "optim.batch_size", "data.max_train_
        "data.max_eval_tokens", "evaluation.final_sequences", "precision")  # fmt: skip
 
 
-def leaves(value: Any, path: str = "") -> dict[str, Any]:
+def leaves(value: dict[str, Any], path: str = "") -> dict[str, Any]:
     """Place ("a.b") -> value of a nested mapping; lists are leaves, None is left out."""
-    if not isinstance(value, dict):
-        return {} if value is None else {path: value}
     found: dict[str, Any] = {}
     for key, inner in value.items():
-        found |= leaves(inner, f"{path}.{key}" if path else key)
+        place = f"{path}.{key}" if path else key
+        if isinstance(inner, dict):
+            found |= leaves(inner, place)
+        elif inner is not None:
+            found[place] = inner
     return found
 
 
@@ -40,13 +41,13 @@ def planned(paper: Paper, condition: str, scale: str) -> dict[str, Any] | None:
     return settings_of(spec.model_dump(mode="json"))
 
 
-def departures(spec: TrainSpec, paper: Paper) -> dict[str, tuple[Any, Any]]:
-    """Place -> (planned, own value) where a run of the paper's condition is not as planned."""
-    plan = planned(paper, spec.condition, spec.scale)
+def departures(spec: dict[str, Any], plan: dict[str, Any] | None) -> dict[str, tuple[Any, Any]]:
+    """Place -> (planned, own value) where a training run is not as `planned` has it; `spec` is its
+    specification as JSON."""
     if plan is None:
         return {}
-    own = settings_of(spec.model_dump(mode="json"))
-    free = FREE if spec.scale == "paper" else FREE + CUT
+    own = settings_of(spec)
+    free = FREE if spec["scale"] == "paper" else FREE + CUT
     return {
         key: (plan.get(key), own.get(key))
         for key in sorted(plan.keys() | own.keys())

@@ -1,5 +1,7 @@
 """The paper's own tables of the database, and what the runs say about its cells and claims."""
 
+import functools
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,8 +13,7 @@ from mol.paper.claims import load_claims
 from mol.paper.derivations import check_paper, load_checks
 from mol.paper.reported import load_paper
 from mol.plan.experiments import Paper, load_experiments
-from mol.plan.spec import TrainSpec
-from mol.plan.variant import departures
+from mol.plan.variant import departures, planned
 from mol.report.claims import claim_rows
 from mol.report.effects import effect_rows
 from mol.report.judge import verdict_rows
@@ -95,8 +96,10 @@ def _variant_rows(database: duckdb.DuckDBPyConnection, plan: Paper) -> Iterable[
     runs = database.execute(
         "SELECT run_id, spec FROM runs WHERE kind = 'train' ORDER BY run_id"
     ).fetchall()
-    for run_id, spec in runs:
-        found = departures(TrainSpec.model_validate_json(spec), plan)
+    plan_of = functools.cache(functools.partial(planned, plan))
+    for run_id, text in runs:
+        spec = json.loads(text)
+        found = departures(spec, plan_of(spec["condition"], spec["scale"]))
         for key, (wanted, value) in found.items():
             pair = {"planned": wanted, "value": value}
             given = {name: v if v is None else canonical_json(v) for name, v in pair.items()}

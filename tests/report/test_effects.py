@@ -10,7 +10,7 @@ from synthetic import CPU, H200, curve_of, record_of, train_metrics, write_run, 
 
 from mol.plan.build import plan
 from mol.plan.experiments import PAPER, load_experiments
-from mol.plan.variant import departures
+from mol.plan.variant import departures, planned
 from mol.report.effects import summary
 from mol.report.ledger import ledger_rows
 from mol.report.source import Source
@@ -157,12 +157,13 @@ def test_departures_spare_the_source_and_at_small_scale_the_length():
     paper = load_experiments()
     for scale, steps in (("smoke", []), ("paper", ["optim.steps"])):
         spec = next(p.spec for p in plan(scale) if p.spec.condition == "mol-top3")
-        assert departures(spec, paper) == {}
+        wanted = planned(paper, spec.condition, scale)
+        assert departures(spec.model_dump(mode="json"), wanted) == {}
         local = {"kind": "file", "train": "a.txt"}
         own = changed(spec, **{"data.source": local, "optim.steps": 2000, "evaluation.every": 7})
-        assert list(departures(own, paper)) == steps
+        assert list(departures(own.model_dump(mode="json"), wanted)) == steps
     mine = changed(spec, **{"condition": "mine"})
-    assert departures(mine, paper) == {}
+    assert departures(mine.model_dump(mode="json"), planned(paper, "mine", "paper")) == {}
 
 
 def test_every_padded_run_shows_what_the_pad_rule_does(place):
