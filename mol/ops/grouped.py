@@ -50,7 +50,7 @@ def grouped_mm(
     if _fuses(x_NK, w_EKM, x_NK.shape[0], equal):
         from mol.ops.kernels.grouped_gemm import grouped_gemm
 
-        return grouped_gemm(x_NK, w_EKM, offs_E, gelu=gelu, add_NM=add_NM)
+        return grouped_gemm(x_NK, w_EKM, offs_E, None, 1, gelu, add_NM)
     if add_NM is not None and w_EKM.shape[0] == 1 and _infers(x_NK):
         return torch.addmm(add_NM, x_NK, w_EKM[0])
     y_NM = _product(x_NK, w_EKM, offs_E, equal)
@@ -67,7 +67,8 @@ def gathered_mm(x_XK: Tensor, w_EKM: Tensor, plan: RoutePlan) -> Tensor:
         from mol.ops.kernels.grouped_gemm import grouped_gemm
 
         w_EKM = w_EKM.to(operand_XK.dtype)
-        return grouped_gemm(operand_XK, w_EKM, plan.offs_E, plan.order_N, plan.slots)
+        rows = plan.offs_E, plan.order_N, plan.slots
+        return grouped_gemm(operand_XK, w_EKM, *rows, False, None)
     return grouped_mm(plan.gather(x_XK), w_EKM, plan.offs_E, plan.equal)
 
 

@@ -78,9 +78,9 @@ def test_products(name, how, slots, monkeypatch, nan_memory):
     expected = plain(x, w, sizes, rows)
     add = framed(torch.randn(expected.shape).to(dtype))
     given = (x, w, offs, order, slots or 1)
-    check(grouped_gemm(*given), expected)
-    check(grouped_gemm(*given, gelu=True), F.gelu(expected, approximate="tanh"))
-    check(grouped_gemm(*given, add_NM=add), expected + add.double())
+    check(grouped_gemm(*given, False, None), expected)
+    check(grouped_gemm(*given, True, None), F.gelu(expected, approximate="tanh"))
+    check(grouped_gemm(*given, False, add), expected + add.double())
 
 
 @pytest.mark.parametrize("rows_a_block", [1, 100, 4000])
@@ -100,7 +100,7 @@ def test_infinite_and_nan_sums_stay_in_their_rows(nan_memory):
     x, w, offs, _ = operands([3, 4], 32, 16, BF16)
     x[1] = torch.nan
     x[2], w[0] = 1e18, w[0].sign()
-    y = grouped_gemm(x, w, offs, gelu=True)
+    y = grouped_gemm(x, w, offs, None, 1, True, None)
     expected = F.gelu(plain(x, w, [3, 4], range(7)), approximate="tanh")
     assert y[1].isnan().all()
     kept = [0, 2, 3, 4, 5, 6]

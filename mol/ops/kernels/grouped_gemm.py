@@ -34,7 +34,21 @@ class Tiles(NamedTuple):
 
 
 # (gathered, K, M): ((from this many rows a block on, tiles), ...), in rising order.
-MEASURED: dict[tuple[bool, int, int], tuple[tuple[int, Tiles], ...]] = {}
+# On one H200, bf16, 14 blocks, 219 to 7,022 rows each, against torch's product with what stands
+# around it: 0.64 of its time for all six at T = 1K, 0.75 at 4K, 0.83 at 32K.
+_WIDE = Tiles(128, 256, 64, 8, 3, tma=True, resident=True)
+_FLAT = Tiles(64, 256, 64, 4, 4, tma=True)
+MEASURED: dict[tuple[bool, int, int], tuple[tuple[int, Tiles], ...]] = {
+    (True, 2048, 512): ((0, _FLAT), (2483, Tiles(128, 256, 64, 8, 4))),
+    (False, 512, 2064): ((0, _WIDE),),
+    (False, 512, 512): ((0, _FLAT), (439, _WIDE)),
+    (False, 512, 2048): (
+        (0, _WIDE),
+        (439, Tiles(128, 128, 64, 8, 3, tma=True)),
+        (2483, _WIDE),
+    ),
+    (False, 2048, 512): ((0, _FLAT), (2483, Tiles(128, 128, 64, 4, 3, tma=True))),
+}
 SMALL = Tiles(64, 128, 64, 4, 4, tma=True)
 MEDIUM = Tiles(128, 128, 64, 8, 3, tma=True)
 LARGE = Tiles(128, 256, 64, 8, 4, tma=True)
@@ -194,10 +208,10 @@ def grouped_gemm(
     x_XK: Tensor,
     w_EKM: Tensor,
     offs_E: Tensor,
-    order_N: Tensor | None = None,
-    slots: int = 1,
-    gelu: bool = False,
-    add_NM: Tensor | None = None,
+    order_N: Tensor | None,
+    slots: int,
+    gelu: bool,
+    add_NM: Tensor | None,
 ) -> Tensor:
     """Each row of x times its block's matrix, [N, M], bf16 or fp16.
 
@@ -218,10 +232,10 @@ def _(
     x_XK: Tensor,
     w_EKM: Tensor,
     offs_E: Tensor,
-    order_N: Tensor | None = None,
-    slots: int = 1,
-    gelu: bool = False,
-    add_NM: Tensor | None = None,
+    order_N: Tensor | None,
+    slots: int,
+    gelu: bool,
+    add_NM: Tensor | None,
 ) -> Tensor:
     """What a compiler needs to know of it: shape and precision."""
     rows = x_XK if order_N is None else order_N
