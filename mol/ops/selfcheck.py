@@ -298,7 +298,9 @@ def _stage(
         x = x.clone().requires_grad_()
         y, balance = function(model, x)
         # x itself would hide errors of the much smaller update.
-        return _collect((y - x, balance), {"x": x, **dict(model.named_parameters())})
+        found = _collect((y - x, balance), {"x": x, **dict(model.named_parameters())})
+        with torch.no_grad():  # other kernels than with gradients, in part
+            return found | {"output without gradients": function(model, x)[0] - x}
 
     def fast() -> dict[str, Tensor]:
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):

@@ -21,10 +21,10 @@ class Operator:
         self.register_autograd = self.recorded.register_autograd
         functools.update_wrapper(self, function)
 
-    def __call__(self, *args):
+    def __call__(self, *args, **named):
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self.recorded(*args)
-        return self.function(*args)
+            return self.recorded(*args, **named)
+        return self.function(*args, **named)
 
 
 def operator(name: str) -> Callable[[Callable], Operator]:
