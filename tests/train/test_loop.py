@@ -78,12 +78,19 @@ def test_twenty_steps_equal_ten_a_restart_and_ten(corpus, tmp_path, accumulate):
     whole = train(spec, folder, tmp_path / "whole", CPU)
     first = train(spec, folder, tmp_path / "parts", CPU, stop_after=10)
     assert first.steps_done == 10 and (tmp_path / "parts" / STATE).is_file()
+    saved = load_state(tmp_path / "parts", spec.run_id)
+    assert saved["batches"]["position"] == 10 * 4, "what was read ahead was not taken"
+    assert saved["guard"]["seen"] == 10
     torch.manual_seed(999)  # a restart must not depend on what ran in between
     second = train(spec, folder, tmp_path / "parts", CPU)
     assert rows_of(second) == rows_of(whole)
     for name, weight in weights_of(whole).items():
         assert torch.equal(weight, second.model.state_dict()[name]), name
     assert second.epochs == whole.epochs
+    points = [(step, name) for step, _, name, _ in second.curve]
+    assert len(points) == len(set(points)), "one value a step"
+    rates = [value for _, _, name, value in second.curve if name == "lr"]
+    assert rates == [lr_at(step, spec.optim) for step in range(20)]
 
 
 def test_a_seed_fixes_every_bit_and_another_seed_does_not(corpus, tmp_path):
