@@ -9,6 +9,8 @@ Shapes: A micro-batches, B sequences of each, T tokens.
 Nothing of a step is read on the host: a step takes as long as its kernels, and the host runs ahead.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from mol.ops.collectives import world
 from mol.ops.cross_entropy import weighted_cross_entropy
 from mol.ops.dispatch import forget_plans
 from mol.plan.spec import OptimSpec
+from mol.train.copies import Copies
 from mol.train.distributed import clip_gradients, held_back, mean_of_ranks, spread
 from mol.train.guard import Guard
 from mol.train.optimizer import AdamW
@@ -46,6 +49,9 @@ class TrainStep:
         model.checkpoint_activations = optim.checkpoint_activations
         self.net = spread(model, device)
         self.optimizer = AdamW(model, optim)
+        # Several ranks send a gradient as soon as it is there, and hold shards; copies give all of
+        # them at the end.
+        self.copies = Copies(model) if bf16 and world() == 1 else None
         self.guard = Guard(device)
         # Of a rank, on the average.
         self.targets = optim.batch_size // optim.accumulate * seq_len / world()
@@ -88,12 +94,13 @@ class TrainStep:
         self.model.zero_grad(set_to_none=True)
         loss_sum, balance_sum = 0.0, 0.0
         for micro, batch in enumerate(self.inputs.batches(), 1):
-            with (
-                held_back(self.net, micro == optim.accumulate),
-                torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16),
-            ):
-                loss, balance = self._losses(*batch)
-            ((loss + optim.balance_alpha * balance) / optim.accumulate).backward()
+            with self.copies.in_place() if self.copies else nullcontext():
+                with (
+                    held_back(self.net, micro == optim.accumulate),
+                    torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16),
+                ):
+                    loss, balance = self._losses(*batch)
+                ((loss + optim.balance_alpha * balance) / optim.accumulate).backward()
             loss_sum += loss.detach() / optim.accumulate
             balance_sum += balance.detach() / optim.accumulate
         norm = clip_gradients(self.model, optim.clip)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mol.model.config import DenseLayer, ModelConfig, SplitLayer
+from mol.model.config import CTMoELayer, DenseLayer, ModelConfig, Rank1FFN, SplitLayer
 from mol.model.transformer import LanguageModel
 from mol.plan.spec import OptimSpec
 from mol.train.guard import SPIKE, Guard
@@ -70,6 +70,7 @@ LAYERS = {
     "hybrid": SplitLayer(
         d_thin=64, n_heads=2, n_blocks=6, n_shared=1, top_k=2, attention="deltanet", d_ff=96
     ),
+    "rank-1": CTMoELayer(n_heads=4, ffn=Rank1FFN(n_experts=64, top_k=6, routing_dim=8)),
 }
 
 
@@ -121,6 +122,29 @@ def run(step, steps=20):
     for kind, tensors in step.optimizer.state_dict().items():
         state |= {f"{kind} {name}": t for name, t in tensors.items()}
     return figures, {name: t.clone() for name, t in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("layer", "optim"),
+    [
+        *((layer, {}) for layer in LAYERS),
+        ("hybrid", {"accumulate": 2}),
+        ("dense", {"checkpoint_activations": True}),
+    ],
+)
+def test_copies_of_the_weights_are_what_autocast_makes_of_them(layer, optim):
+    """Bit for bit: figures, weights and moments; afterwards the model holds its own weights."""
+    copied = make(CPU, layer, bf16=True, **optim)
+    own = list(copied.model.parameters())
+    autocast = make(CPU, layer, bf16=True, **optim)
+    assert len(copied.copies.places) >= 4 * 2
+    autocast.copies = None
+    found, expected = run(copied, 2), run(autocast, 2)
+    assert found[0] == expected[0]
+    different = [name for name, t in found[1].items() if not torch.equal(t, expected[1][name])]
+    assert not different
+    assert all(a is b for a, b in zip(own, copied.model.parameters(), strict=True))
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in own)
 
 
 @NEEDS_GPU
