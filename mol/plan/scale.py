@@ -103,6 +103,7 @@ def train_spec(
                 "batch_size": SMOKE_TOKENS // (2 if gpt2 else 1) // 64,
                 "lr": optim.lr * SMOKE_LR_FACTOR,
                 "warmup_steps": 3,
+                "accumulate": 1,
                 "checkpoint_activations": False,
             }
         )
