@@ -60,6 +60,7 @@ class TrainStep:
         self.replayed = replayed and device.type == "cuda" and world() == 1
         self.inputs: _Inputs | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.aside: torch.cuda.Stream | None = None
         self.done = 0
 
     def __call__(self, batches: list[Sequence], lr: float) -> None:
@@ -124,12 +125,13 @@ class TrainStep:
         return loss, output.balance
 
     def _update_aside(self) -> None:
-        """An eager step on a stream of its own, as recording wants it."""
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        """An eager step on another stream, as recording wants it; always the same, as each stream
+        keeps memory of its own."""
+        self.aside = self.aside or torch.cuda.Stream(self.device)
+        self.aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.aside):
             self._update()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self.aside)
 
     def _record(self) -> None:
         # The eager steps' gradients would stay beside the recorded ones.
