@@ -93,6 +93,22 @@ def test_twenty_steps_equal_ten_a_restart_and_ten(corpus, tmp_path, accumulate):
     assert rates == [lr_at(step, spec.optim) for step in range(20)]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_twenty_steps_equal_ten_a_restart_and_ten(corpus, tmp_path):
+    """Bit for bit, though the restarted process launches its first steps kernel by kernel."""
+    data, folder = corpus
+    gpu, wide = torch.device("cuda"), SPLIT.model_copy(update={"d_thin": 64, "d_ff": 96})
+    spec = make_spec(data, wide)
+    model = spec.model.model_copy(update={"d_model": 128})
+    spec = spec.model_copy(update={"model": model, "precision": "bf16"})
+    whole = train(spec, folder, tmp_path / "whole", gpu)
+    train(spec, folder, tmp_path / "parts", gpu, stop_after=10)
+    second = train(spec, folder, tmp_path / "parts", gpu)
+    assert rows_of(second) == rows_of(whole)
+    for name, weight in weights_of(whole).items():
+        assert torch.equal(weight, second.model.state_dict()[name]), name
+
+
 def test_a_seed_fixes_every_bit_and_another_seed_does_not(corpus, tmp_path):
     data, folder = corpus
     spec = make_spec(data, steps=6)
