@@ -20,6 +20,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="whose records tell the cost; default: results",
     )
     parser.add_argument("--json", action="store_true", help="print a list of rows")
+    add_parallel_arguments(parser)
+
+
+def add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
+    """One run on several GPUs; the speeds' sources are in docs/distributed.md."""
+    group = parser.add_argument_group("one run on several GPUs")
+    group.add_argument("--parallel", type=int, metavar="N", help="plan --run on N GPUs")
+    group.add_argument("--run", metavar="NAME", help="run_id or condition to plan on them")
+    group.add_argument("--bandwidth", type=float, default=450.0, metavar="GB/S", help="sent by one")
+    group.add_argument("--tflops", type=float, default=400.0, help="of one GPU, as reached")
+    group.add_argument("--memory", type=float, default=141.0, metavar="GB", help="of one GPU")
 
 
 def row(planned: Planned) -> dict:
@@ -51,6 +62,10 @@ def row(planned: Planned) -> dict:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.parallel is not None:
+        from mol.plan.parallel import run as plan_parallel
+
+        return plan_parallel(args)
     config = chosen_config(args)
     runs = plan(config.scale, config)
     if args.experiment is not None:
