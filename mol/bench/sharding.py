@@ -16,17 +16,13 @@ import torch
 
 from mol.bench.common import Outcome
 from mol.bench.config import ShardingBench
+from mol.model.block_parallel import placement
 from mol.model.config import ModelConfig, SplitLayer
 from mol.model.split_stage import SplitStage
 from mol.model.transformer import LanguageModel
 from mol.store.record import Metric
 
 BYTES = 2  # of an activation in bf16
-
-
-def placement(n_blocks: int, devices: int) -> list[int]:
-    """How many blocks each device holds, the larger runs first."""
-    return [n_blocks // devices + (i < n_blocks % devices) for i in range(devices)]
 
 
 def parameters_per_device(config: ModelConfig, devices: int) -> tuple[list[int], int]:

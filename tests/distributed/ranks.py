@@ -8,11 +8,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from processes import Done, finish, start
+from processes import FORK, SERVED, Done, finish, start
 
 from mol.cli import main
 from mol.train import distributed
 from mol.train.loop import Trainer
+
+# Loaded once by the server that the ranks are forked from.
+FORK.set_forkserver_preload([*SERVED, "torch.distributed.fsdp", "torch.distributed.tensor"])
 
 
 def free_port() -> int:
