@@ -17,6 +17,7 @@ import torch
 
 from mol.base import UserError
 from mol.model.counts import total_parameters
+from mol.ops.collectives import world
 from mol.plan.hashes import ROOT, Group, source_hash
 from mol.plan.spec import RunSpec, TrainSpec
 from mol.store.record import Hardware, Metric, Provenance, Record
@@ -49,8 +50,13 @@ def hardware(device: str | torch.device) -> Hardware:
         name, memory = properties.name, properties.total_memory
     else:
         name, memory = _cpu_name(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    threads = torch.get_num_threads()
-    return Hardware(device=kind, name=name, threads=threads, memory_gib=round(memory / 2**30, 1))
+    return Hardware(
+        device=kind,
+        name=name,
+        count=world() if kind == "cuda" else 1,
+        threads=torch.get_num_threads(),
+        memory_gib=round(memory / 2**30, 1),
+    )
 
 
 def check_fits(spec: TrainSpec, machine: Hardware, processes: int = 1) -> None:

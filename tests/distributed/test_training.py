@@ -1,5 +1,9 @@
 """Several gloo processes train as one does: curve, weights, checkpoints, and a rank that dies."""
 
+import os
+import subprocess
+import sys
+
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -30,10 +34,8 @@ def check_equal(place, reference):
 
 
 CASES = {
-    "ddp": (DDP, {}),
     "ddp, micro-batches": (DDP, {"accumulate": 2}),
     "ddp, PAD masked": (DDP, {"pad_targets": "masked"}),
-    "fsdp2": (FSDP2, {}),
     "fsdp2, micro-batches, activations computed again": (
         FSDP2,
         {"accumulate": 2, "checkpoint_activations": True},
@@ -95,3 +97,20 @@ def test_more_processes_than_sequences_are_refused(text, tmp_path):
         assert done.code == 2
         (line,) = done.err.splitlines()
         assert "3 processes for batches of 2 sequences" in line
+
+
+def test_torchrun_starts_it(text, alone, tmp_path):
+    spec = make_spec(text.data, balance_alpha=1.0)
+    place = Place(tmp_path, text, spec)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launch, "-m", "mol", *place.argv()],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(spec.run_id) == 1  # said once
+    check_equal(place, alone(spec))
