@@ -6,6 +6,7 @@ every Linux has, since Slurm looks only whether such a file exists.
 """
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import socket
@@ -53,6 +54,8 @@ def why_not() -> str:
     """Why no cluster can be started here, or ""."""
     if missing := [name for name in DAEMONS if not shutil.which(name, path=PATH)]:
         return f"{', '.join(missing)} not installed (Debian: slurm-wlm, munge)"
+    if not importlib.util.find_spec("snakemake_executor_plugin_slurm"):
+        return "snakemake-executor-plugin-slurm is not installed (extra slurm)"
     return "" if os.geteuid() == 0 else "Slurm's daemons must be started by root"
 
 
