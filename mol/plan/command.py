@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
         from mol.plan.parallel import run as plan_parallel
 
         return plan_parallel(args)
+    if args.run is not None:
+        raise UserError("--run plans one run on several GPUs: add --parallel N")
     config = chosen_config(args)
     runs = plan(config.scale, config)
     if args.experiment is not None:

@@ -104,6 +104,7 @@ def test_e11_on_four_gpus_is_one_command(capsys):
     [
         (["--parallel", "1", "--run", "mol-2p08b"], "--parallel 1"),
         (["--parallel", "4"], "--run NAME"),
+        (["--run", "mol-2p08b"], "add --parallel N"),
         (["--parallel", "4", "--run", "mol-2p08b", "--tflops", "nan"], "--tflops nan"),
     ],
 )
