@@ -51,3 +51,15 @@ def test_the_license_page_lists_every_pinned_package_as_installed():
         if rows[name] != "not installed here":
             assert rows[name] == license_of(package), f"{name}: write docs/licenses.md again"
     assert page().startswith(HEAD)
+
+
+def test_the_lock_has_a_hash_for_every_pinned_version():
+    text = (ROOT / "requirements.lock").read_text("utf-8")
+    locked = re.findall(r"^(\S+)==(\S+) --hash=sha256:[0-9a-f]{64}$", text, re.MULTILINE)
+    assert len(locked) == sum(not line.startswith("#") for line in text.splitlines())
+    versions = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in locked}
+    pinned = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins().items()}
+    versions.pop("setuptools")  # of torch, which builds nothing here
+    assert versions.items() <= pinned.items()
+    installed_names = {re.sub(r"[-_.]+", "-", name).lower() for name, _ in installed()}
+    assert installed_names - versions.keys() == {"torch"}
