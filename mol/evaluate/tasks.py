@@ -28,6 +28,8 @@ from lm_eval.tasks import TaskManager
 from mol.base import UserError, digest
 from mol.evaluate.items import TRUTHFULQA
 
+datasets.disable_progress_bars()  # a bar for each task's items would bury what is said
+
 STOCK = Path(lm_eval.__file__).parent / "tasks"
 FOLDERS = ("hellaswag", "piqa", "winogrande", "arc", "truthfulqa", "mmlu/default")
 CALIBRATION_FOLDERS = ("wikitext", "lambada")
