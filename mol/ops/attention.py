@@ -30,6 +30,7 @@ class Rope:
         self.head_dim = head_dim
         self.base = base
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._outgrown: list[tuple[Tensor, Tensor]] = []  # a recorded CUDA graph may read them
 
     def tables(self, length: int, device: torch.device, dtype: torch.dtype):
         """(cos_TR, sin_TR) with at least `length` rows."""
@@ -43,6 +44,8 @@ class Rope:
                 size = 1 << max(length - 1, 255).bit_length()
                 time_T = torch.arange(size, dtype=torch.float64, device="cpu")
                 angle_TR = torch.outer(time_T, rates_R)
+                if held is not None:
+                    self._outgrown.append(held)
                 held = tuple(
                     t.to(device=device, dtype=dtype) for t in (angle_TR.cos(), angle_TR.sin())
                 )

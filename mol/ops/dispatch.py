@@ -158,7 +158,7 @@ def _full(n_blocks: int, batch: int, length: int, device: torch.device) -> Route
 
 def forget_plans() -> None:
     """Drop the kept plans. A CUDA graph reads its tables wherever they lay when it was recorded, so
-    those that outlive it must be made while it is, or another plan's may take their place."""
+    they have to be made while it is, and for it alone."""
     _full.cache_clear()
 
 

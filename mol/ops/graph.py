@@ -3,10 +3,23 @@
 CUDA only; there is nothing to record on a CPU, where callers use the function itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from mol.ops.dispatch import forget_plans
+
+
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """`torch.cuda.graph(graph)`, with tables of its own: kept plans could be dropped while the
+    graph still reads them, and those made inside hold nothing before the first replay."""
+    forget_plans()
+    with torch.cuda.graph(graph):
+        yield
+    forget_plans()
 
 
 class Captured:
@@ -38,7 +51,7 @@ class Captured:
                     function(*self.inputs)
             torch.cuda.current_stream().wait_stream(aside)
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            with recording(self.graph):
                 self.output = function(*self.inputs)
 
     def __call__(self, *inputs: Tensor):

@@ -18,7 +18,7 @@ from mol.data.loader import Sequence
 from mol.model.transformer import LanguageModel
 from mol.ops.collectives import world
 from mol.ops.cross_entropy import weighted_cross_entropy
-from mol.ops.dispatch import forget_plans
+from mol.ops.graph import recording
 from mol.plan.spec import OptimSpec
 from mol.train.copies import Copies
 from mol.train.distributed import clip_gradients, held_back, mean_of_ranks, spread
@@ -136,11 +136,10 @@ class TrainStep:
     def _record(self) -> None:
         # The eager steps' gradients would stay beside the recorded ones.
         self.model.zero_grad(set_to_none=True)
-        forget_plans()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with recording(self.graph):
             self._update()
 
 

@@ -70,6 +70,19 @@ def test_rope_scores_depend_on_distance_alone():
     assert abs(near - far) < 1e-12
 
 
+def test_outgrown_tables_stay_where_they_are():
+    """A recorded graph reads them at their address, whatever length is asked for later."""
+    rope = Rope(8)
+    short = rope.tables(100, torch.device("cpu"), torch.float32)
+    copies, addresses = [t.clone() for t in short], [t.data_ptr() for t in short]
+    del short
+    longer = [rope.tables(n, torch.device("cpu"), torch.float32) for n in (300, 5000)]
+    kept = {t.data_ptr(): t for tables in rope._outgrown for t in tables}
+    for copy, address in zip(copies, addresses, strict=True):
+        assert torch.equal(kept[address], copy)
+    assert longer[1][0].shape[0] >= 5000
+
+
 def test_rope_grows_and_survives_inference_mode():
     rope = Rope(8)
     with torch.inference_mode():
