@@ -26,7 +26,7 @@ from mol.report.source import Row, Source, printed_value
 if TYPE_CHECKING:
     from mol.report.figures import FigureSpec
 
-_RIGHT = 1.15  # inches for the names beside a panel
+_RIGHT = 1.45  # inches for the names beside a panel
 _DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (4, 1.5, 1, 1.5)))
 
 
@@ -37,7 +37,7 @@ class Point(NamedTuple):
     high: float | None = None
 
 
-Points = dict[tuple[str, str], list[Point]]  # by series and path ("" for printed values)
+Points = dict[tuple[str, str], list[Point]]  # by series and way ("" for printed values)
 
 
 def draw_bench(spec: FigureSpec, source: Source, scale: str) -> Drawing:
@@ -95,8 +95,16 @@ def _measured(spec: FigureSpec, run: Row) -> Points:
         chosen = metric["name"] == spec.metric and labels.get(spec.by) in spec.series
         if chosen and all(labels.get(key) == value for key, value in spec.where.items()):
             point = Point(float(labels[spec.x]), metric["value"], metric["low"], metric["high"])
-            points.setdefault((labels[spec.by], str(labels.get("path", ""))), []).append(point)
+            points.setdefault((labels[spec.by], _way(labels)), []).append(point)
     return {key: sorted(found) for key, found in points.items()}
+
+
+def _way(labels: dict[str, str]) -> str:
+    """How a model was run, where that can differ: its dispatch path, or whether it was compiled."""
+    path = str(labels.get("path", ""))
+    if path != "dense":
+        return path
+    return "compiled" if "compiled" in labels.get("mode", "") else "eager"
 
 
 def _printed_rows(groups: list[str]) -> list[PanelRow]:
@@ -160,16 +168,16 @@ def _draw_key(axes: Axes, spec: FigureSpec) -> None:
 
 
 def _draw_lines(axes: Axes, spec: FigureSpec, points: Points) -> None:
-    paths: dict[str, list[str]] = {}
-    for slug, path in points:
-        paths.setdefault(slug, []).append(path)
-    for (slug, path), found in points.items():
+    ways: dict[str, list[str]] = {}
+    for slug, way in points:
+        ways.setdefault(slug, []).append(way)
+    for (slug, way), found in points.items():
         style = spec.series[slug]
         color = COLORS[style.color]
         x = [point.x for point in found]
         axes.plot(
             x, [point.y for point in found], marker=style.marker, color=color, ms=4, linewidth=1.4,
-            linestyle=_DASHES[paths[slug].index(path) % len(_DASHES)],
+            linestyle=_DASHES[ways[slug].index(way) % len(_DASHES)],
         )  # fmt: skip
         spread = [point for point in found if point.low is not None and point.high is not None]
         axes.vlines(
@@ -181,11 +189,11 @@ def _draw_lines(axes: Axes, spec: FigureSpec, points: Points) -> None:
 
 
 def _name(axes: Axes, spec: FigureSpec, points: Points) -> None:
-    several = {slug for slug, path in points if sum(slug == other for other, _ in points) > 1}
+    several = {slug for slug, _ in points if sum(slug == other for other, _ in points) > 1}
     items = []
-    for (slug, path), found in points.items():
+    for (slug, way), found in points.items():
         style, last = spec.series[slug], max(found)
-        name = f"{style.label}, {path.replace('_', ' ')}" if slug in several else style.label
+        name = f"{style.label}, {way.replace('_', ' ')}" if slug in several else style.label
         items.append((last.x, last.y, name, COLORS[style.color]))
     label_points(axes, items)
 
@@ -220,9 +228,9 @@ def _alt(
 ) -> str:
     def words(points: Points) -> str:
         return "; ".join(
-            f"{spec.series[slug].label}{f' ({path})' if path else ''} "
+            f"{spec.series[slug].label}{f' ({way})' if way else ''} "
             + ", ".join(f"{figure_text(point.y)} at {short_number(point.x)}" for point in found)
-            for (slug, path), found in points.items()
+            for (slug, way), found in points.items()
         )
 
     parts = [f"Paper, {gpu or 'GPU not stated'}: {words(found)}" for gpu, found in groups.items()]
