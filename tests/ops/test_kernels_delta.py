@@ -175,7 +175,7 @@ def test_strided_inputs_and_registration():
         delta_rule(*whole, *tensors[3:], cu_seqlens)[0], delta_rule(*tensors, cu_seqlens)[0]
     )
     torch.library.opcheck(
-        delta_rule_op,
+        delta_rule_op.recorded,
         (*(t.requires_grad_() for t in tensors), cu_seqlens, state, True, True),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )

@@ -121,8 +121,8 @@ def test_compilers_know_the_shapes_and_gradients():
     ]
     checks = "test_schema", "test_faketensor", "test_autograd_registration"
     arguments = (*inputs, plan.within_N, plan.offs_E)
-    torch.library.opcheck(delta_inputs, arguments, test_utils=checks)
+    torch.library.opcheck(delta_inputs.recorded, arguments, test_utils=checks)
     gate = torch.randn(5, 8, device=DEVICE, requires_grad=True)
     o = gate.detach().view(5, 1, 8).clone().requires_grad_()
     norm = torch.randn(2, 8, device=DEVICE, requires_grad=True)
-    torch.library.opcheck(gated_norm, (o, gate, norm, plan.offs_E), test_utils=checks)
+    torch.library.opcheck(gated_norm.recorded, (o, gate, norm, plan.offs_E), test_utils=checks)

@@ -57,4 +57,4 @@ def test_compilers_know_the_shapes_and_gradients():
     inputs = [t.float().to(DEVICE).contiguous().requires_grad_() for t in operands(plan, 2, 1, 8)]
     checks = "test_schema", "test_faketensor", "test_autograd_registration"
     arguments = (*inputs, *tables, plan.time_N, plan.offs_E)
-    torch.library.opcheck(bias_rope, arguments, test_utils=checks)
+    torch.library.opcheck(bias_rope.recorded, arguments, test_utils=checks)

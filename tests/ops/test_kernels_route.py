@@ -198,6 +198,6 @@ def test_plan_of_long_sequences(monkeypatch):
 
 def test_operators_as_a_compiler_sees_them():
     x_XD, router_ED = framed(torch.randn(5, 20)), framed(torch.randn(6, 20))
-    torch.library.opcheck(route, (x_XD, router_ED, 2, True))
+    torch.library.opcheck(route.recorded, (x_XD, router_ED, 2, True))
     chosen_Xk = torch.rand(10, 6, device=DEVICE).argsort(-1)[:, :2].contiguous()
-    torch.library.opcheck(plan, (chosen_Xk, 2, 5, 6))
+    torch.library.opcheck(plan.recorded, (chosen_Xk, 2, 5, 6))
