@@ -1,19 +1,22 @@
 """Kernels of the gated delta rule against the recurrence in fp64: outputs, states, gradients."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 triton = pytest.importorskip("triton")
 
+from mol.ops.gated_delta import naive_gated_delta_rule  # noqa: E402
 from mol.ops.kernels import delta_solve  # noqa: E402
 from mol.ops.kernels.delta import (  # noqa: E402
     CHUNK,
     delta_rule,
     delta_rule_op,
-    delta_rule_reference,
 )
 
+recurrence = functools.partial(naive_gated_delta_rule, unit=True)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter truncates bf16, so one rounding is up to 2^-7 of a value there, and they add up.
 # A GPU multiplies fp32 as three TF32 products, which leave out the smallest part.
@@ -63,7 +66,7 @@ def compare(tensors, cu_seqlens, state, tolerance):
     found = results(delta_rule, tensors, cu_seqlens, state)
     wide = [t.double() for t in tensors]
     state = None if state is None else state.double()
-    expected = results(delta_rule_reference, wide, cu_seqlens, state)
+    expected = results(recurrence, wide, cu_seqlens, state)
     for fast, exact in zip(found, expected, strict=True):
         assert fast.shape == exact.shape
         assert error(fast, exact) <= tolerance
@@ -146,7 +149,7 @@ def test_one_of_the_outputs_may_be_unused(chosen):
 
     wide = [t.double() for t in tensors]
     found = results(only(delta_rule), tensors, cu_seqlens, state)
-    expected = results(only(delta_rule_reference), wide, cu_seqlens, state.double())
+    expected = results(only(recurrence), wide, cu_seqlens, state.double())
     for fast, exact in zip(found, expected, strict=True):
         assert error(fast, exact) <= TOLERANCES[torch.float32]
 

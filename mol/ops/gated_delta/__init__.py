@@ -33,18 +33,18 @@ __all__ = [
 ]
 
 WIDEST_HEAD = 128  # that the project's kernels take
-_on_cuda = []  # the library's rule, inside `by_fla`
+_by_fla: list[bool] = []  # not empty inside `by_fla`
 
 
 @contextmanager
 def by_fla() -> Iterator[None]:
     """Inside, CUDA tensors go to flash-linear-attention's kernels, which the paper used; it has
     to be installed."""
-    _on_cuda.append(fla_gated_delta_rule)
+    _by_fla.append(True)
     try:
         yield
     finally:
-        _on_cuda.pop()
+        _by_fla.pop()
 
 
 @untraced
@@ -65,28 +65,14 @@ def gated_delta_rule(
     initial state is zero unless given. `unit`: q and k are L2-normalized. On CUDA the project's
     kernels run, or inside `by_fla` the library's; otherwise the chunked form in PyTorch.
     """
-    inputs = q_NHd, k_NHd, v_NHe, g_NH, beta_NH
-    rule = chunked_gated_delta_rule
-    if has_kernels(v_NHe) and max(q_NHd.shape[-1], v_NHe.shape[-1]) <= WIDEST_HEAD:
-        rule = _on_cuda[-1] if _on_cuda else _own_kernels
-    return rule(*inputs, cu_seqlens, state_SHde, final_state, unit)
-
-
-def _own_kernels(
-    q_NHd: Tensor,
-    k_NHd: Tensor,
-    v_NHe: Tensor,
-    g_NH: Tensor,
-    beta_NH: Tensor,
-    cu_seqlens: Tensor,
-    state_SHde: Tensor | None,
-    final_state: bool,
-    unit: bool,
-) -> tuple[Tensor, Tensor | None]:
+    others = v_NHe, g_NH, beta_NH, cu_seqlens, state_SHde, final_state
+    kernels = has_kernels(v_NHe) and max(q_NHd.shape[-1], v_NHe.shape[-1]) <= WIDEST_HEAD
+    if not kernels or _by_fla:
+        rule = fla_gated_delta_rule if kernels else chunked_gated_delta_rule
+        return rule(q_NHd, k_NHd, *others, unit)
     from mol.ops.kernels.delta import delta_rule
 
     q, k = q_NHd, k_NHd
     if not unit:
         q, k = (l2norm(t.to(compute_dtype(t))) for t in (q, k))
-    q, k = q.to(v_NHe.dtype), k.to(v_NHe.dtype)
-    return delta_rule(q, k, v_NHe, g_NH, beta_NH, cu_seqlens, state_SHde, final_state)
+    return delta_rule(q.to(v_NHe.dtype), k.to(v_NHe.dtype), *others)

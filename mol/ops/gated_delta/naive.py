@@ -18,12 +18,20 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def gated_delta_step(
-    q_NHd: Tensor, k_NHd: Tensor, v_NHe: Tensor, g_NH: Tensor, beta_NH: Tensor, state_NHde: Tensor
+    q_NHd: Tensor,
+    k_NHd: Tensor,
+    v_NHe: Tensor,
+    g_NH: Tensor,
+    beta_NH: Tensor,
+    state_NHde: Tensor,
+    unit: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """One token for each of N states: outputs [N, H, e] in v's dtype and the new states."""
     dtype = compute_dtype(q_NHd)
     q, k, v, g, beta = (t.to(dtype) for t in (q_NHd, k_NHd, v_NHe, g_NH, beta_NH))
-    q, k = l2norm(q) * q.shape[-1] ** -0.5, l2norm(k)
+    if not unit:
+        q, k = l2norm(q), l2norm(k)
+    q = q * q.shape[-1] ** -0.5
     state = state_NHde * g.exp()[..., None, None]
     u = beta[..., None] * (v - torch.einsum("nhde,nhd->nhe", state, k))
     state = state + k[..., None] * u[..., None, :]
@@ -39,6 +47,7 @@ def naive_gated_delta_rule(
     cu_seqlens: Tensor,
     state_SHde: Tensor | None = None,
     final_state: bool = False,
+    unit: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Segment after segment, row after row; see `gated_delta_rule` for shapes."""
     _, heads, width = q_NHd.shape
@@ -49,7 +58,7 @@ def naive_gated_delta_rule(
         for row in range(start, end):
             at = slice(row, row + 1)
             output, state = gated_delta_step(
-                q_NHd[at], k_NHd[at], v_NHe[at], g_NH[at], beta_NH[at], state
+                q_NHd[at], k_NHd[at], v_NHe[at], g_NH[at], beta_NH[at], state, unit
             )
             outputs.append(output)
         states.append(state)

@@ -30,7 +30,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mol.ops.gated_delta.naive import compute_dtype
 from mol.ops.kernels.delta_backward import delta_rule_backward
 from mol.ops.kernels.delta_solve import (
     CHUNK,
@@ -211,30 +210,3 @@ def delta_rule(
     )
     o, final, *_ = delta_rule_op(*inputs, cu_seqlens, state_SHde, final_state, train)
     return o, final if final_state else None
-
-
-def delta_rule_reference(
-    q_NHd: Tensor,
-    k_NHd: Tensor,
-    v_NHe: Tensor,
-    g_NH: Tensor,
-    beta_NH: Tensor,
-    cu_seqlens: Tensor,
-    state_SHde: Tensor | None = None,
-    final_state: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """`delta_rule` in PyTorch, row after row."""
-    dtype, ends = compute_dtype(q_NHd), cu_seqlens.tolist()
-    q, k, v, g, beta = (t.to(dtype) for t in (q_NHd, k_NHd, v_NHe, g_NH, beta_NH))
-    q = q * q.shape[-1] ** -0.5
-    zero = v.new_zeros(*k.shape[1:], v.shape[-1])
-    outputs, states = [torch.zeros_like(v[:0])], []
-    for segment, (start, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
-        state = zero if state_SHde is None else state_SHde[segment].to(dtype)
-        for n in range(start, end):
-            state = g[n].exp()[:, None, None] * state
-            u = beta[n][:, None] * (v[n] - torch.einsum("hde,hd->he", state, k[n]))
-            state = state + k[n][:, :, None] * u[:, None]
-            outputs.append(torch.einsum("hde,hd->he", state, q[n])[None])
-        states.append(state)
-    return torch.cat(outputs).to(v_NHe.dtype), torch.stack(states) if final_state else None
