@@ -19,6 +19,7 @@ from mol.model.delta import TAPS, GatedDeltaNet
 from mol.model.split_stage import SplitStage
 from mol.ops.attention import Rope
 from mol.ops.gated_delta import gated_delta_rule
+from mol.ops.glue import EPS
 
 
 def batched(stage: SplitStage) -> Forward:
@@ -93,7 +94,7 @@ def _delta(attention: GatedDeltaNet, x_ERd: Tensor, batch: int) -> Tensor:
     cu_seqlens = torch.arange(batch + 1, device=x_ERd.device, dtype=torch.int32) * step
     o, _ = gated_delta_rule(q, k, v, as_heads(g_ERH), as_heads(b_ERH.sigmoid()), cu_seqlens)
     o_ERHh = o.view(n_rows, n_blocks, heads, -1).transpose(0, 1)
-    normed = F.rms_norm(o_ERHh, o_ERHh.shape[-1:], eps=1e-5) * attention.norm[:, None, None]
+    normed = F.rms_norm(o_ERHh, o_ERHh.shape[-1:], eps=EPS) * attention.norm[:, None, None]
     return torch.bmm(normed.reshape(x_ERd.shape) * F.silu(gate_ERd), attention.out)
 
 

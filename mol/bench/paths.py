@@ -20,7 +20,7 @@ from mol.model.attention import SoftmaxAttention
 from mol.model.split_stage import Routes, SplitStage
 from mol.model.thin_block import ThinBlocks
 from mol.ops.attention import Rope
-from mol.ops.dispatch import RoutePlan
+from mol.ops.dispatch import RoutePlan, added
 from mol.ops.glue import EPS
 
 Forward = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
@@ -102,14 +102,8 @@ def as_stage(stage: SplitStage, routed: Callable[..., Tensor]) -> Forward:
         weight_XE = _weights(routes, x_XD, config.n_routed)
         mine_XE = torch.ones_like(weight_XE, dtype=torch.bool) if stage.full else weight_XE > 0
         routed_XD = routed(x_XD, weight_XE, mine_XE, length, rope)
-        shared_XD = None
-        if stage.shared is not None:
-            every = RoutePlan.full(config.n_shared, batch, length, x_XD.device)
-            shared_XD = every.combine(stage.shared(x_XD, every, rope))
-        shared_scale, scale = stage.scales
-        y_XD = torch.add(x_XD, routed_XD, alpha=scale)
-        if shared_XD is not None:
-            y_XD = torch.add(y_XD, shared_XD, alpha=shared_scale)
+        shared_XD = stage.shared_sum(x_XD, batch, length, rope)
+        y_XD = added(x_XD, shared_XD, routed_XD, *stage.scales)
         chosen = None if routes is None else routes.chosen_Xk.view(batch, length, -1)
         return y_XD.view_as(x_BTD), x_BTD.new_zeros(()), chosen
 

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mol.model.split_stage import Routes, SplitStage, balance_of
+from mol.model.split_stage import Routes, SplitStage, balance_of, squared_variation
 from mol.model.thin_block import ThinBlocks
 from mol.model.transformer import LanguageModel
 from mol.ops.attention import Rope
 from mol.ops.collectives import all_to_all, enter_all, exchange, rank, sum_parts, world
-from mol.ops.dispatch import RoutePlan
+from mol.ops.dispatch import RoutePlan, added
 from mol.ops.grouped import as_operand
 
 
@@ -71,7 +71,7 @@ class _PlacedStage(nn.Module):
         batch, length, width = x_BTD.shape
         x_XD = x_BTD.reshape(-1, width)
         inner_XD = as_operand(x_XD, self.routed.down)
-        shared_XD = stage._shared(inner_XD, batch, length, rope, None, 0)
+        shared_XD = stage.shared_sum(inner_XD, batch, length, rope)
         routes = stage.route(x_XD)
         y_BTD = self._routed(x_XD, inner_XD, shared_XD, routes, batch, length, rope)
         return y_BTD.view_as(x_BTD), self._balance(routes), routes.chosen_Xk.view(batch, length, -1)
@@ -113,15 +113,14 @@ class ExchangedStage(_PlacedStage):
             numbers.append((block_e1 + first + torch.arange(b, device=device)).flatten())
             first += b
         segment_N = torch.cat(numbers).repeat_interleave(theirs_S.long())
-        here = plan_of(segment_N, time_N, mine, sum(batches), length)
+        here = RoutePlan.of_pairs(segment_N, time_N, mine, sum(batches), length)
         back_ND = exchange(self._compute(rows_ND, here, rope), received, sent)
         return self.whole[0]._compose(x_XD, shared_XD, back_ND, plan, routes.weights_Xk)
 
 
 class SummedStage(_PlacedStage):
     def _balance(self, routes: Routes) -> Tensor:
-        mean_E = routes.probability_XE.mean(0)  # every rank has all the tokens
-        return mean_E.var(correction=0) / mean_E.mean().square()
+        return squared_variation(routes.probability_XE.mean(0))  # every rank has all the tokens
 
     def _routed(self, x_XD, inner_XD, shared_XD, routes, batch, length, rope):
         stage = self.whole[0]
@@ -131,38 +130,12 @@ class SummedStage(_PlacedStage):
         pair_N = mine_Xk.flatten().nonzero().squeeze(1)
         token_N = pair_N // stage.config.top_k
         segment_N = local_Xk.flatten()[pair_N] * batch + token_N // length
-        here = plan_of(segment_N, token_N % length, self.held[rank()], batch, length)
+        here = RoutePlan.of_pairs(segment_N, token_N % length, self.held[rank()], batch, length)
         y_ND = self._compute(inner_XD[token_N], here, rope)
         y_PD = y_ND.new_zeros(mine_Xk.numel(), y_ND.shape[1]).index_copy(0, pair_N, y_ND)
         y_XkD = y_PD.view(*mine_Xk.shape, -1) * weights_Xk.to(y_ND.dtype)[..., None]
         total_XD = sum_parts.apply(y_XkD.sum(1))
-        shared_scale, scale = stage.scales
-        y_XD = torch.add(x_XD, total_XD, alpha=scale)
-        return y_XD if shared_XD is None else torch.add(y_XD, shared_XD, alpha=shared_scale)
-
-
-def plan_of(segment_N: Tensor, time_N: Tensor, n_blocks: int, batch: int, length: int) -> RoutePlan:
-    """Plan for rows that are a token each, of the segments (block * batch + sequence) and positions
-    named; rows of one segment must come in order."""
-    packed_N, order_N = torch.sort(segment_N, stable=True)
-    row_N = torch.arange(order_N.numel(), device=order_N.device)
-    edges = torch.arange(n_blocks * batch + 1, device=order_N.device)
-    cu_seqlens = torch.searchsorted(packed_N, edges)
-    return RoutePlan(
-        n_blocks=n_blocks,
-        batch=batch,
-        length=length,
-        slots=1,
-        equal=False,
-        order_N=order_N,
-        inverse_N=torch.empty_like(order_N).index_copy_(0, order_N, row_N),
-        block_N=packed_N // batch,
-        within_N=row_N - cu_seqlens[packed_N],
-        time_N=time_N[order_N],
-        segment_N=packed_N,
-        offs_E=cu_seqlens[batch::batch].to(torch.int32),
-        cu_seqlens=cu_seqlens.to(torch.int32),
-    )
+        return added(x_XD, shared_XD, total_XD, *stage.scales)
 
 
 def combine_gradients(model: nn.Module) -> None:

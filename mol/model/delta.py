@@ -96,8 +96,8 @@ class GatedDeltaNet(Stackable):
         before = None
         if start:
             before = self._conv_of_tail(cache.tail_SJC.to(qkv.dtype), filters.to(qkv.dtype), plan)
-        rates = self.stacked(self.decay_log), self.stacked(self.dt_bias)
-        inputs, unit = delta_inputs(qkv, ab, filters, *rates, plan, before)
+        decays = self.stacked(self.decay_log), self.stacked(self.dt_bias)
+        inputs, unit = delta_inputs(qkv, ab, filters, *decays, plan, before)
         o_NHd, state = gated_delta_rule(
             *inputs,
             plan.cu_seqlens,

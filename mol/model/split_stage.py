@@ -95,7 +95,7 @@ class SplitStage(nn.Module):
         x_XD = x_BTD.reshape(-1, width)
         inner_XD = as_operand(x_XD, self.routed.down)
         with aside(inner_XD) as beside:
-            shared_XD = self._shared(inner_XD, batch, length, rope, cache, start)
+            shared_XD = self.shared_sum(inner_XD, batch, length, rope, cache, start)
         routes = self.route(x_XD)
         plan, weights = self._plan(routes, batch, length, x_XD.device)
         routed_ND = self.routed(inner_XD, plan, rope, cache and cache.routed, start)
@@ -106,15 +106,16 @@ class SplitStage(nn.Module):
         routes_BTk = routes.chosen_Xk.view(batch, length, -1)
         return y_BTD, balance_of(routes), routes_BTk
 
-    def _shared(
+    def shared_sum(
         self,
         x_XD: Tensor,
         batch: int,
         length: int,
         rope: Rope,
-        cache: StageCache | None,
-        start: int,
+        cache: StageCache | None = None,
+        start: int = 0,
     ) -> Tensor | None:
+        """What the shared blocks add up to, before it is scaled; None without any."""
         if self.shared is None:
             return None
         plan = RoutePlan.full(self.config.n_shared, batch, length, x_XD.device)
@@ -207,7 +208,7 @@ class SplitStage(nn.Module):
         return 1.0, 1 / config.top_k if divided else 1.0
 
 
-def balance_of(routes: Routes | None) -> Tensor:
+def balance_of(routes: Routes) -> Tensor:
     """The balance loss of a forward pass that can be trained on, otherwise 0: only training reads
     it, and its small kernels are a fifth of a short prompt's launches."""
     if torch.is_grad_enabled():
@@ -216,7 +217,10 @@ def balance_of(routes: Routes | None) -> Tensor:
 
 
 def balance_loss(probability_XE: Tensor) -> Tensor:
-    """CV^2 of the blocks' mean probability over the whole batch, of all ranks: population variance
-    over squared mean (2.2)."""
-    mean_E = mean_rows(probability_XE)
+    """CV^2 of the blocks' mean probability over the whole batch, of all ranks (2.2)."""
+    return squared_variation(mean_rows(probability_XE))
+
+
+def squared_variation(mean_E: Tensor) -> Tensor:
+    """CV^2, the population variance over the squared mean."""
     return mean_E.var(correction=0) / mean_E.mean().square()

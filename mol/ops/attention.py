@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mol.ops.tracing import untraced
+from mol.ops.tracing import has_kernels, untraced
 
 
 class Rope:
@@ -137,7 +137,7 @@ def step_in_cache(
     that one captured graph serves every length; the library's attention takes them as shapes.
     Untraced, as a compiler would have to prove that the caches can be written in place.
     """
-    if q_NHd.is_cuda and q_NHd.dtype != torch.float64:
+    if has_kernels(q_NHd):
         from mol.ops.kernels import few_rows
 
         return few_rows.step_in_cache(

@@ -36,15 +36,20 @@ def mean_rows(x_NM: Tensor) -> Tensor:
     return sums[:-1] / sums[-1]
 
 
+def _summed(x: Tensor) -> Tensor:
+    """Sum over ranks, in a tensor of its own."""
+    total = x.clone()
+    dist.all_reduce(total)
+    return total
+
+
 class _SharedSum(torch.autograd.Function):
     """Sum over ranks. Every rank's objective holds the same function of it, so the gradients that
     arrive are equal: their sum is W times one of them, and costs no message."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
+        return _summed(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
@@ -97,9 +102,7 @@ class sum_parts(torch.autograd.Function):  # noqa: N801
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
+        return _summed(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:

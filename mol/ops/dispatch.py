@@ -5,7 +5,7 @@ sequence stay in time order. One block's rows of one sequence form a segment. Ev
 the device: no size is read on the host.
 
 Shape suffixes: B sequences, T positions, k slots a token, E blocks, N = B T k packed rows,
-D width, M any width; segments are numbered block * B + sequence.
+D width, M any width, P pairs in their own order; segments are numbered block * B + sequence.
 """
 
 import functools
@@ -47,25 +47,44 @@ class RoutePlan:
         """Plan for the blocks `idx_BTk` (distinct along k, each below `n_blocks`)."""
         batch, length, slots = idx_BTk.shape
         device = idx_BTk.device
-        common = dict(n_blocks=n_blocks, batch=batch, length=length, slots=slots, equal=False)
         if has_kernels(idx_BTk):
             from mol.ops.kernels.route import plan
 
             tables = plan(idx_BTk.reshape(-1, slots), batch, length, n_blocks)
-            return cls(**common, **dict(zip(TABLES, tables, strict=True)))
+            sizes = dict(n_blocks=n_blocks, batch=batch, length=length, slots=slots, equal=False)
+            return cls(**sizes, **dict(zip(TABLES, tables, strict=True)))
         sequence_B = torch.arange(batch, device=device)
-        pair_N = (idx_BTk * batch + sequence_B[:, None, None]).reshape(-1)
-        segment_N, order_N = torch.sort(pair_N, stable=True)
-        edges = torch.arange(n_blocks * batch + 1, device=device)
+        segment_P = (idx_BTk * batch + sequence_B[:, None, None]).reshape(-1)
+        time_P = torch.arange(segment_P.numel(), device=device) // slots % length
+        return cls.of_pairs(segment_P, time_P, n_blocks, batch, length, slots)
+
+    @classmethod
+    def of_pairs(
+        cls,
+        segment_P: Tensor,
+        time_P: Tensor,
+        n_blocks: int,
+        batch: int,
+        length: int,
+        slots: int = 1,
+    ) -> "RoutePlan":
+        """Plan for the pairs (token, slot) of these segments and positions; those of one segment
+        must come in order."""
+        segment_N, order_N = torch.sort(segment_P, stable=True)
+        edges = torch.arange(n_blocks * batch + 1, device=order_N.device)
         cu_seqlens = torch.searchsorted(segment_N, edges)
-        row_N = torch.arange(order_N.numel(), device=device)
+        row_N = torch.arange(order_N.numel(), device=order_N.device)
         return cls(
-            **common,
+            n_blocks=n_blocks,
+            batch=batch,
+            length=length,
+            slots=slots,
+            equal=False,
             order_N=order_N,
             inverse_N=torch.empty_like(order_N).index_copy_(0, order_N, row_N),
             block_N=segment_N // batch,
             within_N=row_N - cu_seqlens[segment_N],
-            time_N=order_N // slots % length,
+            time_N=time_P[order_N],
             segment_N=segment_N,
             offs_E=cu_seqlens[batch::batch].to(torch.int32),
             cu_seqlens=cu_seqlens.to(torch.int32),
@@ -114,10 +133,7 @@ class RoutePlan:
         """base + shared_scale shared + scale combine(y, weights), [B T, D], in one pass on CUDA."""
         if has_kernels(y_ND):
             return self._fused(y_ND, weights_Tk, base_TD, shared_TD, shared_scale, scale)
-        total_TD = torch.add(base_TD, self.combine(y_ND, weights_Tk), alpha=scale)
-        if shared_TD is None:
-            return total_TD
-        return torch.add(total_TD, shared_TD, alpha=shared_scale)
+        return added(base_TD, shared_TD, self.combine(y_ND, weights_Tk), shared_scale, scale)
 
     def _fused(self, y_ND: Tensor, *operands: Tensor | float | None) -> Tensor:
         from mol.ops.kernels.combine import combine
@@ -129,6 +145,14 @@ class RoutePlan:
         if self.n_blocks == 1:
             return weight_EM
         return _Expand.apply(weight_EM, self.block_N)
+
+
+def added(
+    base: Tensor, shared: Tensor | None, routed: Tensor, shared_scale: float, scale: float
+) -> Tensor:
+    """base + scale routed + shared_scale shared, which may be absent."""
+    total = torch.add(base, routed, alpha=scale)
+    return total if shared is None else torch.add(total, shared, alpha=shared_scale)
 
 
 @functools.lru_cache(maxsize=8)

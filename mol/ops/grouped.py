@@ -69,7 +69,7 @@ def gathered_mm(x_XK: Tensor, w_EKM: Tensor, plan: RoutePlan) -> Tensor:
         w_EKM = w_EKM.to(operand_XK.dtype)
         rows = plan.offs_E, plan.order_N, plan.slots
         return grouped_gemm(operand_XK, w_EKM, *rows, False, None)
-    return grouped_mm(plan.gather(x_XK), w_EKM, plan.offs_E, plan.equal)
+    return grouped_mm(plan.gather(operand_XK), w_EKM, plan.offs_E, plan.equal)
 
 
 def _fuses(x: Tensor, w_EKM: Tensor, n_rows: int, equal: bool) -> bool:
