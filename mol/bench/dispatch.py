@@ -47,14 +47,15 @@ def run(spec: DispatchBench, device: torch.device, seed: int) -> Outcome:
             labels |= {"layers": spec.n_layers}
         with torch.no_grad(), out_of_memory_noted(notes, f"{case.top_k} of {case.n_blocks}"):
             paths, given = (_model if spec.n_layers else _stage)(spec, case, device, seed)
-            for name in _to_compile(spec.run_as, graphed):
-                paths[name] = compiled(paths[name])
+            traced = _to_compile(spec.run_as, graphed)
+            paths |= {name: compiled(paths[name]) for name in traced}
             if graphed:
                 paths = {name: Captured(path, given) for name, path in paths.items()}
             calls = {name: lambda f=path, x=given: f(x) for name, path in paths.items()}
             timings = interleave(calls, spec.warmup, spec.repeats, device)
             for path, timing in timings.items():
-                labels_of = labels | {"path": path}
+                ran = mode_of(compiled=path in traced, graphed=graphed)
+                labels_of = labels | {"path": path, "mode": ran}
                 metrics.append(told(timing.duration("dispatch_ms", "ms", labels_of)))
             dense, sparse = timings["dense_restricted"], timings["sparse"]
             metrics.append(told(dense.over(sparse, "dispatch_speedup", labels)))

@@ -17,9 +17,11 @@ def recording(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     """`torch.cuda.graph(graph)`, with tables of its own: kept plans could be dropped while the
     graph still reads them, and those made inside hold nothing before the first replay."""
     forget_plans()
-    with torch.cuda.graph(graph):
-        yield
-    forget_plans()
+    try:
+        with torch.cuda.graph(graph):
+            yield
+    finally:
+        forget_plans()
 
 
 class Captured:
