@@ -54,6 +54,7 @@ GROUPS: dict[Group, tuple[str, ...]] = {  # "!" takes files out again
                 "number",
                 "paired",
                 "readings",
+                "rows",
                 "verdicts",
             )
         ),

@@ -21,7 +21,7 @@ from mol.report.cost import needs
 from mol.report.crossover import first_that_stays, lengths_apart, steps_apart
 from mol.report.paired import Paired
 from mol.report.readings import Query, Reading, Runs, joined, pair_of, read
-from mol.report.verdicts import Z, sample_sd
+from mol.report.verdicts import Z, mean_half_width, sample_sd
 
 DIFFERENCES = ("fraction",)  # units that are compared by difference, not by ratio
 EXACT = ("params_reduction", "all_reduce_per_stage", "params_total", "params_active", "coverage")
@@ -113,10 +113,9 @@ class Evaluator:
         """95 % half-width from seeds: of the pairs' own differences, or of a pooled spread."""
         if readings[0].run["kind"] == "bench" or claim.metric in EXACT:
             return 0.0, []
-        own = sample_sd(values)
+        own = mean_half_width(values)
         if own is not None:
-            n = len(values)
-            return float(stdtrit(n - 1, 0.975)) * own / math.sqrt(n), []
+            return own, []
         pooled = self._pooled(claim, side.condition)
         if pooled is None:
             if METRICS[claim.metric] in DIFFERENCES:

@@ -47,7 +47,7 @@ def draw_bench(spec: FigureSpec, source: Source, scale: str) -> Drawing:
     for run in source.complete(scale, "bench"):
         points = _measured(spec, run)
         if points:
-            benches.setdefault(hardware_of(run), {}).update(points)
+            _join(benches.setdefault(hardware_of(run), {}), points)
             used.append(run)
     seen = {series for points in benches.values() for series, _ in points}
     missing = [style.label for slug, style in spec.series.items() if slug not in seen]
@@ -97,6 +97,13 @@ def _measured(spec: FigureSpec, run: Row) -> Points:
             point = Point(float(labels[spec.x]), metric["value"], metric["low"], metric["high"])
             points.setdefault((labels[spec.by], _way(labels)), []).append(point)
     return {key: sorted(found) for key, found in points.items()}
+
+
+def _join(held: Points, more: Points) -> None:
+    """Add the points of another run; where both have a place, the other's counts."""
+    for key, found in more.items():
+        by_place = {point.x: point for point in (*held.get(key, ()), *found)}
+        held[key] = [by_place[x] for x in sorted(by_place)]
 
 
 def _way(labels: dict[str, str]) -> str:

@@ -7,7 +7,6 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
-from scipy.special import stdtrit
 
 from mol.paper.printed import parse
 from mol.report.captions import HEADING, caption
@@ -23,6 +22,7 @@ from mol.report.sheet import (
     say_missing,
 )
 from mol.report.source import Row, Source, printed_value
+from mol.report.verdicts import mean_half_width
 
 if TYPE_CHECKING:
     from mol.report.figures import FigureSpec
@@ -100,10 +100,7 @@ def _printed(cell: Row) -> _Point:
 def _measured(values: list[float]) -> _Point | None:
     if not values:
         return None
-    half = None
-    if len(values) > 1:
-        error = statistics.stdev(values) / len(values) ** 0.5
-        half = float(stdtrit(len(values) - 1, 0.975)) * error
+    half = mean_half_width(tuple(values))
     singles = values if len(values) > 1 else []
     return _Point(statistics.fmean(values), half, singles, figure_text(statistics.fmean(values)))
 

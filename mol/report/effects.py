@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import duckdb
-from scipy.special import stdtrit
 
 from mol.base import canonical_json
 from mol.plan.experiments import Paper
 from mol.plan.variant import planned, settings_of
-from mol.report.verdicts import sample_sd
+from mol.report.rows import mappings
+from mol.report.verdicts import mean_half_width
 
 Row = dict[str, Any]
 PARTS = ("pad", "layout", "context", "stride", "eos", "text")  # of a protocol
@@ -26,36 +26,30 @@ OF_RUN = ("run_id", "scale", "condition", "seed", "hardware", "hardware_count")
 
 def effect_rows(database: duckdb.DuckDBPyConnection, paper: Paper) -> Iterator[Row]:
     """Rows of table `effects`, each a pair: of runs, of rules, of a matrix's protocols."""
-    runs = _rows(
-        database,
+    cursor = database.execute(
         "SELECT run_id, scale, condition, seed, hardware, hardware_count, code_sha256, spec, "
-        "finished FROM runs WHERE kind = 'train' AND status = 'complete' ORDER BY run_id",
+        "finished FROM runs WHERE kind = 'train' AND status = 'complete' ORDER BY run_id"
     )
+    runs = mappings(cursor)
     losses: dict[str, list[Row]] = defaultdict(list)
-    for row in _rows(
-        database,
+    cursor = database.execute(
         "SELECT run_id, value, tokenizer, pad, layout, context, stride, split FROM metrics "
-        "WHERE name = 'nll' AND split IS NOT NULL ORDER BY ALL",
-    ):
+        "WHERE name = 'nll' AND split IS NOT NULL ORDER BY ALL"
+    )
+    for row in mappings(cursor):
         losses[row.pop("run_id")].append(row)
     yield from _between_runs(runs, losses, paper)
     for run in runs:
         yield from _by_two_rules(run, losses[run["run_id"]])
     matrices: dict[str, list[Row]] = defaultdict(list)
-    for row in _rows(
-        database,
+    cursor = database.execute(
         "SELECT run_id, value, tokenizer, pad, layout, context, stride, split, eos, text "
-        "FROM protocols WHERE name = 'nll' AND value IS NOT NULL ORDER BY ALL",
-    ):
+        "FROM protocols WHERE name = 'nll' AND value IS NOT NULL ORDER BY ALL"
+    )
+    for row in mappings(cursor):
         matrices[row["run_id"]].append(row)
     for run in runs:
         yield from _in_matrix(run, matrices[run["run_id"]], losses[run["run_id"]])
-
-
-def _rows(database: duckdb.DuckDBPyConnection, sql: str) -> list[Row]:
-    cursor = database.execute(sql)
-    names = [column[0] for column in cursor.description]
-    return [dict(zip(names, values, strict=True)) for values in cursor.fetchall()]
 
 
 def _pair(run: Row, key: str, used: Any, other: Any, effect: float, **more: Any) -> Row:
@@ -172,8 +166,7 @@ def summary(pairs: list[Row]) -> list[Row]:
     found = []
     for (scale, (count, name), _used, _other), group in sorted(groups.items()):
         values = tuple(pair["effect"] for pair in group)
-        n, mean, sd = len(values), math.fsum(values) / len(values), sample_sd(values)
-        half = None if sd is None else float(stdtrit(n - 1, 0.975)) * sd / math.sqrt(n)
+        n, mean, half = len(values), math.fsum(values) / len(values), mean_half_width(values)
         found.append(
             {
                 "scale": scale, "hardware": f"{count} x {name}" if count > 1 else name,

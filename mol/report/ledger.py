@@ -20,16 +20,16 @@ def ledger_rows(folder: Path, pairs: list[Row]) -> list[Row]:
     is not guessed has neither."""
     if not (folder / "settings.toml").is_file():
         return []
-    plan = load_experiments(folder)
-    for number, row in enumerate(load_settings(folder), 1):
-        known = {"experiments": plan.experiments, "conditions": plan.conditions | plan.benches}
+    plan, settings = load_experiments(folder), load_settings(folder)
+    known = {"experiments": plan.experiments, "conditions": plan.conditions | plan.benches}
+    for number, row in enumerate(settings, 1):
         for name, names in known.items():
             if unknown := [value for value in getattr(row, name) if value not in names]:
                 raise UserError(
                     f"{folder / 'settings.toml'}: row {number} ({row.setting}): {name}: "
                     f"{unknown[0]!r} is not defined"
                 )
-    return [_with_effect(row.model_dump(), pairs, plan) for row in load_settings(folder)]
+    return [_with_effect(row.model_dump(), pairs, plan) for row in settings]
 
 
 def _with_effect(row: Row, pairs: list[Row], plan: Paper) -> Row:

@@ -9,10 +9,9 @@ in which that number varies too; the two agree with the test on whether 0 is lef
 import math
 from dataclasses import dataclass
 
-from scipy.special import stdtrit
 from scipy.stats import binomtest
 
-from mol.report.verdicts import Z, sample_sd
+from mol.report.verdicts import Z, mean_half_width
 
 # Item (subtask, number, content hash) -> its score.
 Items = dict[tuple[str, int, str], float]
@@ -44,8 +43,7 @@ def paired(one: Items, other: Items) -> Paired:
     n, value = len(differences), math.fsum(differences) / len(differences)
     if set(one.values()) | set(other.values()) <= {0.0, 1.0}:
         return _mcnemar(differences.count(1.0), differences.count(-1.0), n)
-    sd = sample_sd(differences)
-    half = math.inf if sd is None else float(stdtrit(n - 1, 0.975)) * sd / math.sqrt(n)
+    half = math.inf if n == 1 else mean_half_width(differences)
     method = f"paired over {n:,} items, t interval of the mean difference"
     return Paired(value=value, low=value - half, high=value + half, method=method)
 

@@ -15,6 +15,7 @@ from mol.paper.cell import METRICS, Cell
 from mol.paper.reported import load_paper
 from mol.plan.experiments import PAPER, load_experiments
 from mol.report.judge import Context
+from mol.report.rows import mappings
 from mol.report.verdicts import Figure, Protocol, Sample, judge
 from mol.store.export import connect
 
@@ -67,8 +68,7 @@ def _read(database: duckdb.DuckDBPyConnection) -> list[Row]:
         )
     except duckdb.CatalogException:  # a database from before the table
         return []
-    columns = [column[0] for column in cursor.description]
-    return [dict(zip(columns, values, strict=True)) for values in cursor.fetchall()]
+    return mappings(cursor)
 
 
 def _not_comparable(row: Row) -> str:

@@ -14,6 +14,7 @@ from mol.paper.cell import Cell, Label
 from mol.plan.experiments import Paper
 from mol.report.number import figure_text
 from mol.report.paired import Items, Paired, paired, same_items
+from mol.report.rows import mappings
 from mol.report.verdicts import Protocol
 
 PROTOCOL = ("tokenizer", "pad", "layout", "context", "stride", "split")
@@ -75,8 +76,7 @@ def load_runs(database: duckdb.DuckDBPyConnection, plan: Paper) -> Runs:
         "FROM runs WHERE status = 'complete' AND run_id NOT IN (SELECT run_id FROM variants) "
         "AND coalesce(train_run, '') NOT IN (SELECT run_id FROM variants)"
     )
-    columns = [column[0] for column in cursor.description]
-    runs = {row[0]: dict(zip(columns, row, strict=True)) for row in cursor.fetchall()}
+    runs = {run["run_id"]: run for run in mappings(cursor)}
     for run in runs.values():
         run["source"] = runs.get(run["train_run"], run)["source"]  # a scored model's own text
     readings: dict[tuple[str, str, str], list[Reading]] = defaultdict(list)

@@ -9,6 +9,7 @@ import duckdb
 
 from mol.paper.printed import parse
 from mol.report.ledger import shown
+from mol.report.rows import mappings
 from mol.report.view import View, load_views
 from mol.store.export import connect
 
@@ -108,9 +109,7 @@ class Source:
 
 
 def _read(database: duckdb.DuckDBPyConnection, name: str, as_json: set[str]) -> list[Row]:
-    cursor = database.execute(f'SELECT * FROM "{name}" ORDER BY rowid')
-    columns = [column[0] for column in cursor.description]
-    rows = [dict(zip(columns, values, strict=True)) for values in cursor.fetchall()]
+    rows = mappings(database.execute(f'SELECT * FROM "{name}" ORDER BY rowid'))
     for row in rows:
         row |= {key: json.loads(row[key]) for key in as_json if row[key] is not None}
     return rows

@@ -116,6 +116,12 @@ def to_difference(ours: float, reported: float, log: bool) -> float:
     return math.log(ours / reported)
 
 
+def mean_half_width(values: tuple[float, ...]) -> float | None:
+    """Half of the 95 % t interval of the mean, None for fewer than two values."""
+    n, sd = len(values), sample_sd(values)
+    return None if sd is None else float(stdtrit(n - 1, 0.975)) * sd / math.sqrt(n)
+
+
 def sample_sd(values: tuple[float, ...], log: bool = False) -> float | None:
     """Standard deviation with ddof = 1 (of the logarithms if `log`), None for fewer than two."""
     if len(values) < 2:

@@ -9,6 +9,7 @@ from typing import Any
 import duckdb
 
 from mol.report.number import like, signed
+from mol.report.rows import mappings
 
 SCALES = ("paper", "proxy", "smoke")  # the one that counts most first
 OTHER_SCALE = "not run at paper scale"
@@ -111,9 +112,7 @@ def load_views(database: duckdb.DuckDBPyConnection) -> list[View]:
 
 def rows(database: duckdb.DuckDBPyConnection, sql: str, *values: Any) -> list[dict[str, Any]]:
     """The answer to a query as mappings; the database's JSON columns are read."""
-    cursor = database.execute(sql, list(values))
-    names = [column[0] for column in cursor.description]
-    found = [dict(zip(names, line, strict=True)) for line in cursor.fetchall()]
+    found = mappings(database.execute(sql, list(values)))
     for row in found:
         for key in ("labels", "seeds", "parts", "runs", "inputs", "used", "other"):
             if isinstance(row.get(key), str):

@@ -19,7 +19,7 @@ from mol.base import UserError
 from mol.paper.reported import load_paper
 from mol.plan.build import plan
 from mol.plan.experiments import PAPER
-from mol.report.draw_bench import draw_bench
+from mol.report.draw_bench import Point, _join, draw_bench
 from mol.report.draw_curves import draw_curves
 from mol.report.draw_ranking import draw_ranking
 from mol.report.figures import load_figures, write_figures
@@ -142,6 +142,17 @@ def test_printed_points_are_the_cells(empty):
         if (cell.table, cell.metric, cell.op) == ("7", "prefill_tokens_per_s", "")
     )
     assert drawn == printed and len(printed) > 30
+
+
+def test_two_runs_of_one_series_are_one_line():
+    """A run at fewer lengths adds its points and takes no other's away."""
+    line, key = [Point(1, 10), Point(2, 20), Point(4, 40)], ("dense", "eager")
+    held = {key: line}
+    _join(held, {key: [Point(2, 21), Point(8, 80)], ("mol", "loop"): [Point(1, 5)]})
+    assert held == {
+        key: [Point(1, 10), Point(2, 21), Point(4, 40), Point(8, 80)],
+        ("mol", "loop"): [Point(1, 5)],
+    }
 
 
 def test_facts_name_cells_that_print_steps():
