@@ -74,13 +74,9 @@ def data_spec(recipe: Recipe, scale: ScaleName, sources: Sources) -> DataSpec:
         if padded:
             spec["layout"] = PaddedLayout(chunk=64, min_chunk=32)
     elif scale == "proxy":
-        spec["max_train_tokens"] = (
-            404_842 * recipe.seq_len // PROXY_FRACTION
-            if padded
-            else (
-                PROXY_TOKENS + 1  # the last token's target
-            )
-        )
+        whole_pass = PROXY_TOKENS + 1  # the last token's target
+        tenth = 404_842 * recipe.seq_len // PROXY_FRACTION
+        spec["max_train_tokens"] = tenth if padded else whole_pass
     elif not padded:
         spec["max_train_tokens"] = recipe.seq_len * recipe.optim.batch_size * recipe.optim.steps
         spec["max_eval_tokens"] = 10_000_000
