@@ -2,19 +2,18 @@
 
 import random
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
 from one_node import one_node, why_not
+from project_copy import copy_project
 
 from mol.plan.build import Config, plan
 from mol.plan.hashes import ROOT
 from mol.store.record import load_record
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
-COPIED = ("Snakefile", "rules", "profiles", "config", "mol")
 WORDS = "amber brook cedar delta ember fjord grove harbor inlet juniper kelp lagoon marsh".split()
 
 
@@ -26,14 +25,7 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("project")
-    for name in COPIED:
-        source, target = ROOT / name, folder / name
-        if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, target)
-    return folder
+    return copy_project(tmp_path_factory.mktemp("project"))
 
 
 def snakemake(folder, cluster, *arguments):

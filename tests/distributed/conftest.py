@@ -5,32 +5,17 @@ from types import SimpleNamespace
 import pytest
 from processes import call
 from ranks import train
+from tiny_corpus import LAYER, tiny_corpus
 
-from mol.data.config import DataSpec, FileSource, PaddedLayout
-from mol.data.packing import prepare
-from mol.model.config import ModelConfig, SplitLayer
+from mol.model.config import ModelConfig
 from mol.plan.select import corpus_folder, run_folder
 from mol.plan.spec import EvalSpec, OptimSpec, TrainSpec
-
-LAYER = SplitLayer(
-    d_thin=16, n_heads=2, n_blocks=4, n_shared=1, top_k=2, attention="deltanet", d_ff=32
-)
 
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
-    words = [f"w{i * i % 97} x{i % 13} y{i % 7}" for i in range(6000)]
-    paragraphs = [" ".join(words[i : i + 3 + i % 11]) for i in range(0, 6000, 15)]
-    (folder / "text.txt").write_text("\n\n".join(paragraphs))
-    data = DataSpec(
-        corpus="wikitext103",
-        source=FileSource(train=str(folder / "text.txt")),
-        tokenizer="bpe",
-        vocab_size=300,
-        layout=PaddedLayout(chunk=16, min_chunk=8),
-    )
-    prepare(data, folder / "corpus")
+    data = tiny_corpus(folder)
     return SimpleNamespace(data=data, corpus=folder / "corpus")
 
 

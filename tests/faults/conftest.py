@@ -4,11 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 from processes import call
-from tiny import LAYER, STEPS, Place
+from tiny import STEPS, Place
+from tiny_corpus import LAYER, tiny_corpus
 from victims import command
 
-from mol.data.config import DataSpec, FileSource, PaddedLayout
-from mol.data.packing import prepare
 from mol.model.config import ModelConfig
 from mol.plan.spec import EvalSpec, OptimSpec, TrainSpec
 
@@ -17,17 +16,7 @@ from mol.plan.spec import EvalSpec, OptimSpec, TrainSpec
 def uncut(tmp_path_factory):
     """Specification, corpus and curve of a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("uncut")
-    words = [f"w{i * i % 97} x{i % 13} y{i % 7}" for i in range(6000)]
-    paragraphs = [" ".join(words[i : i + 3 + i % 11]) for i in range(0, 6000, 15)]
-    (folder / "text.txt").write_text("\n\n".join(paragraphs))
-    data = DataSpec(
-        corpus="wikitext103",
-        source=FileSource(train=str(folder / "text.txt")),
-        tokenizer="bpe",
-        vocab_size=300,
-        layout=PaddedLayout(chunk=16, min_chunk=8),
-    )
-    prepare(data, folder / "corpus")
+    data = tiny_corpus(folder)
     spec = TrainSpec(
         scale="smoke",
         condition="tiny",

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,23 +11,19 @@ import time
 import pytest
 from made_up_paper import write_paper
 from processes import call
+from project_copy import copy_project
 from victims import command
 
 from mol.plan.build import plan, read_config
-from mol.plan.hashes import ROOT
 from mol.store.record import load_record
-
-COPIED = ("Snakefile", "rules", "profiles", "config", "mol")
 
 
 @pytest.fixture
 def project(tmp_path):
     """A copy of the project whose paper is the made-up one, its text a file."""
     folder = tmp_path / "project"
-    for name in COPIED:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        folder.mkdir(exist_ok=True)
-        copy(ROOT / name, folder / name)
+    folder.mkdir()
+    copy_project(folder)
     write_paper(folder / "mol" / "paper")
     lines = [f"w{i * i % 97} x{i % 13} y{i % 7} z{i % 101} v{i}" for i in range(8000)]
     paragraphs = [" ".join(lines[i : i + 10]) for i in range(0, 8000, 10)]

@@ -4,12 +4,8 @@ import shutil
 
 import pyarrow.parquet as pq
 
-from mol.model.config import SplitLayer
 from mol.plan.select import corpus_folder, run_folder
 
-LAYER = SplitLayer(
-    d_thin=16, n_heads=2, n_blocks=4, n_shared=1, top_k=2, attention="deltanet", d_ff=32
-)
 STEPS = 20
 
 

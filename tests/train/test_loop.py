@@ -10,12 +10,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tiny_corpus import LAYER, tiny_corpus
 
 from mol.base import UserError, sha256_file
 from mol.cli import main
-from mol.data.config import DataSpec, FileSource, FurtherText, PaddedLayout
+from mol.data.config import FurtherText
 from mol.data.packing import prepare
-from mol.model.config import DenseLayer, ModelConfig, SplitLayer
+from mol.model.config import DenseLayer, ModelConfig
 from mol.model.transformer import LanguageModel
 from mol.ops import selfcheck, trusted
 from mol.plan.spec import EvalSpec, OptimSpec, TrainSpec
@@ -27,29 +28,15 @@ from mol.train.run import execute
 from mol.train.schedule import lr_at
 
 CPU = torch.device("cpu")
-SPLIT = SplitLayer(
-    d_thin=16, n_heads=2, n_blocks=4, n_shared=1, top_k=2, attention="deltanet", d_ff=32
-)
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
-    words = [f"w{i * i % 97} x{i % 13} y{i % 7}" for i in range(6000)]
-    paragraphs = [" ".join(words[i : i + 3 + i % 11]) for i in range(0, 6000, 15)]
-    (folder / "text.txt").write_text("\n\n".join(paragraphs))
-    data = DataSpec(
-        corpus="wikitext103",
-        source=FileSource(train=str(folder / "text.txt")),
-        tokenizer="bpe",
-        vocab_size=300,
-        layout=PaddedLayout(chunk=16, min_chunk=8),
-    )
-    prepare(data, folder / "corpus")
-    return data, folder / "corpus"
+    return tiny_corpus(folder), folder / "corpus"
 
 
-def make_spec(data, layer=SPLIT, **optim):
+def make_spec(data, layer=LAYER, **optim):
     settings = {"steps": 20, "batch_size": 4, "lr": 3e-3, "warmup_steps": 2} | optim
     return TrainSpec(
         scale="smoke",
@@ -97,7 +84,7 @@ def test_twenty_steps_equal_ten_a_restart_and_ten(corpus, tmp_path, accumulate):
 def test_on_a_gpu_twenty_steps_equal_ten_a_restart_and_ten(corpus, tmp_path):
     """Bit for bit, though the restarted process launches its first steps kernel by kernel."""
     data, folder = corpus
-    gpu, wide = torch.device("cuda"), SPLIT.model_copy(update={"d_thin": 64, "d_ff": 96})
+    gpu, wide = torch.device("cuda"), LAYER.model_copy(update={"d_thin": 64, "d_ff": 96})
     spec = make_spec(data, wide)
     model = spec.model.model_copy(update={"d_model": 128})
     spec = spec.model_copy(update={"model": model, "precision": "bf16"})

@@ -13,11 +13,10 @@ import tomllib
 from collections import Counter
 
 import pytest
+from project_copy import copy_project
 
 from mol.plan.build import plan
 from mol.plan.hashes import ROOT
-
-COPIED = ("Snakefile", "rules", "profiles", "config", "mol")
 
 
 def dry_run(folder, *targets):
@@ -38,13 +37,7 @@ def dry_run(folder, *targets):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A project in which every output exists and is newer than its inputs."""
-    folder = tmp_path_factory.mktemp("project")
-    for name in COPIED:
-        source, target = ROOT / name, folder / name
-        if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, target)
+    folder = copy_project(tmp_path_factory.mktemp("project"))
     assert dry_run(folder, "paper_tables")["train"] == 63  # also writes specs and hashes
     outputs = [f"paper_tables/table{n:02}.{e}" for n in range(1, 15) for e in ("md", "csv", "tex")]
     outputs += ["paper_tables/index.html", "results/mol.duckdb", "results/.tracked"]
