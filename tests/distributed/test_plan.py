@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import make_spec
+from places import make_spec
 from ranks import together
 
 from mol.cli import main

@@ -7,7 +7,7 @@ import sys
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import Place, make_spec
+from places import Place, make_spec
 from ranks import together, train
 from safetensors.torch import load_file
 

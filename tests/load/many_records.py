@@ -1,14 +1,12 @@
 """Many made-up records, in the time of writing them, for measurements of the store and report.
 
-From the shell: `python tests/load/many_records.py 10000 FOLDER` writes FOLDER/runs. No figure in
-them was measured.
+From the shell: `PYTHONPATH=tests/report python tests/load/many_records.py 10000 FOLDER` writes
+FOLDER/runs. No figure in them was measured.
 """
 
 import sys
 from itertools import count
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "report"))
 
 import numpy as np
 import pyarrow as pa
