@@ -48,7 +48,7 @@ class RoutePlan:
         batch, length, slots = idx_BTk.shape
         device = idx_BTk.device
         if has_kernels(idx_BTk):
-            from mol.ops.kernels.route import plan
+            from mol.ops.kernels.plan import plan
 
             tables = plan(idx_BTk.reshape(-1, slots), batch, length, n_blocks)
             sizes = dict(n_blocks=n_blocks, batch=batch, length=length, slots=slots, equal=False)

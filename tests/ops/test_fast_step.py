@@ -7,7 +7,7 @@ import torch
 from small_models import SMALL
 from torch import Tensor, nn
 
-from mol.model import fast_step
+from mol.model import fast_step, step_inside, step_tiles
 from mol.model.attention import KVCache
 from mol.model.config import DenseLayer, ModelConfig, SplitLayer
 from mol.model.delta import DeltaCache
@@ -46,8 +46,9 @@ STAGES = {
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     """So that small caches and matrices have several parts, splits, tiles and chunks."""
-    monkeypatch.setattr(fast_step, "CACHE_TILE", 32)
-    monkeypatch.setattr(fast_step, "TILE", 1024)
+    monkeypatch.setattr(step_inside, "CACHE_TILE", 32)
+    for module in (step_tiles, fast_step):
+        monkeypatch.setattr(module, "TILE", 1024)
     monkeypatch.setattr(fast_step, "DEEPEST", 64)
     torch.manual_seed(0)
 

@@ -8,7 +8,8 @@ pytest.importorskip("triton")
 from mol.model.config import SplitLayer
 from mol.model.split_stage import SplitStage
 from mol.ops.dispatch import RoutePlan
-from mol.ops.kernels.route import plan, route
+from mol.ops.kernels.plan import plan
+from mol.ops.kernels.route import route
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -192,7 +193,7 @@ def test_plan_of_all_tokens_to_one_block(batch, length):
 
 def test_plan_of_long_sequences(monkeypatch):
     """A program takes several tiles where a sequence has more than there may be programs."""
-    monkeypatch.setattr("mol.ops.kernels.route.PLANNERS", 2)
+    monkeypatch.setattr("mol.ops.kernels.plan.PLANNERS", 2)
     check_plan(torch.rand(2, 1100, 6).argsort(-1)[..., :2], 6)
 
 
