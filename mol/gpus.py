@@ -53,7 +53,7 @@ def take(count: int) -> list[str]:
 
         raise UserError(
             f"{count} GPU(s) wanted, {len(found)} visible (CUDA_VISIBLE_DEVICES, nvidia-smi); "
-            "use a machine that has them, or another scale"
+            "use a machine that has them, another scale, or fewer gpus_per_run"
         )
     # Devices are numbered from 0 within each job of a cluster, whichever they are.
     job = os.environ.get("SLURM_JOB_ID", "")

@@ -21,6 +21,7 @@ MOL = f"{sys.executable} -m mol"
 ON_GPUS = f"{sys.executable} -m mol.gpus"
 SCALE = CONFIG.scale
 SPECS = {planned.run_id: planned.spec for planned in PLAN}
+GPUS = {planned.run_id: planned.gpus for planned in PLAN}
 EXPERIMENTS = load_experiments().experiments
 
 
@@ -38,8 +39,35 @@ def records(*run_ids):
 
 
 def gpus(wildcards):
-    """How many GPUs a run takes: none at smoke scale, which is made for CPUs."""
+    """How many GPUs a run takes that one process can do: none at smoke scale, made for CPUs."""
     return int(SCALE != "smoke")
+
+
+def train_gpus(wildcards):
+    """How many GPUs train a run. What cannot be is refused here, before a corpus is prepared in
+    vain; snakemake would cut the number down to its limit, which profiles/gpu sets."""
+    run_id = wildcards.run_id
+    wanted = GPUS[run_id]
+    limit = getattr(workflow.global_resources.get("gpu"), "value", None)
+    if limit is not None and wanted > limit:
+        raise WorkflowError(
+            f"{run_id}: trains on {wanted} GPUs, {limit} are here; "
+            "use a machine that has them, or set gpus_per_run in config/config.yaml"
+        )
+    optim = SPECS[run_id].optim
+    if wanted > (sequences := optim.batch_size // optim.accumulate):
+        raise WorkflowError(
+            f"{run_id}: {wanted} GPUs for batches of {sequences} sequences; "
+            "lower gpus_per_run in config/config.yaml"
+        )
+    return wanted
+
+
+def trainer(wildcards):
+    """`mol` as one process, or as one a GPU."""
+    count = GPUS[wildcards.run_id]
+    several = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node {count}"
+    return f"{several} -m mol" if count > 1 else MOL
 
 
 def wanted(experiment=None):

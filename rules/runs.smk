@@ -17,13 +17,15 @@ rule train:
         f"{RUN}/record.json",
     wildcard_constraints:
         run_id=one_of(run_ids("train")),
-    threads: 1
+    threads: lambda wildcards: max(1, GPUS[wildcards.run_id])  # one for each process
     resources:
-        gpu=gpus,
+        gpu=train_gpus,
+        nodes=1,  # of a cluster
     params:
-        gpus=gpus,  # snakemake cuts a resource down to what the machine has
+        gpus=train_gpus,
+        mol=trainer,
     shell:
-        "{ON_GPUS} {params.gpus} {MOL} train --spec {input.spec} --threads {threads} --quiet"
+        "{ON_GPUS} {params.gpus} {params.mol} train --spec {input.spec} --threads 1 --quiet"
 
 
 rule zero_shot:

@@ -7,10 +7,10 @@ import pydantic
 import yaml
 from pydantic import Field
 
-from mol.base import FileName, Frozen, UserError, one_line, read_text, reason_of
+from mol.base import FileName, Frozen, Size, UserError, one_line, read_text, reason_of
 from mol.data.config import Corpus, Source
 from mol.model.config import ModelConfig
-from mol.plan.experiments import PAPER, load_experiments
+from mol.plan.experiments import PAPER, Paper, load_experiments
 from mol.plan.scale import smoke_model, train_spec
 from mol.plan.spec import BenchSpec, RunSpec, ScaleName, TrainSpec, ZeroShotSpec
 
@@ -26,6 +26,7 @@ class Config(Frozen):
     sources: dict[Corpus, Source] = {}
     truthfulqa: FileName | None = None  # a local file of the hub's multiple_choice items
     tracking: bool = True  # mirror the records into MLflow
+    gpus_per_run: Size | None = None  # of a training run; None: as the plan has it
 
 
 class Planned(Frozen):
@@ -33,6 +34,7 @@ class Planned(Frozen):
 
     spec: RunSpec = Field(discriminator="kind")
     experiments: tuple[str, ...]
+    gpus: int  # that the workflow gives the run; several train it together
 
     @property
     def run_id(self) -> str:
@@ -146,7 +148,18 @@ def plan(
     for name, experiment in paper.experiments.items():
         for bench in experiment.benches:
             add(_bench(bench, scale, folder), name)
-    return [Planned(spec=spec, experiments=tuple(users[run_id])) for run_id, spec in specs.items()]
+    return [
+        Planned(spec=spec, experiments=tuple(names), gpus=_gpus(spec, names, config, paper))
+        for spec, names in zip(specs.values(), users.values(), strict=True)
+    ]
+
+
+def _gpus(spec: RunSpec, experiments: list[str], config: Config, paper: Paper) -> int:
+    if spec.kind == "train" and config.gpus_per_run:
+        return config.gpus_per_run
+    if spec.kind == "train" and spec.scale == "paper":
+        return max(paper.experiments[name].gpus for name in experiments)
+    return int(spec.scale != "smoke")  # made for CPUs
 
 
 def find_run(name: str, scale: ScaleName, config: Config | None = None, kind: str | None = None):

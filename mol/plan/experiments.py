@@ -42,6 +42,7 @@ class Experiment(Frozen):
     three_seeds: tuple[str, ...] = ()
     benches: tuple[str, ...] = ()
     zero_shot: tuple[str, ...] = ()
+    gpus: Size = 1  # of each training run at the scale of the paper
 
 
 class BenchEntry(pydantic.BaseModel):

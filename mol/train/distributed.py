@@ -6,7 +6,10 @@ would: loss, balance loss, gradient, its norm and clipping, up to the order of s
 rank alone writes; a checkpoint holds whole tensors, so any number of processes resumes it.
 """
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -22,6 +25,7 @@ from mol.ops.collectives import rank, world
 # paper names holds beside activations. Of the paper's models, those of E11 are larger.
 SHARD_FROM = 500_000_000
 
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 PATIENCE = timedelta(hours=1)  # for the first rank to prepare a corpus, or to write a checkpoint
 
 
@@ -36,6 +40,13 @@ def _variable(name: str) -> int:
         ) from None
 
 
+def _end_with_launcher() -> None:
+    """torchrun does not hand on what it inherits, so the locks on its GPUs (`mol.gpus`) go when it
+    is killed: no process that it started may outlive it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 @contextmanager
 def joined(device: torch.device) -> Iterator[torch.device]:
     """Inside, this process is one of those that torchrun started; gives its own device.
@@ -47,6 +58,7 @@ def joined(device: torch.device) -> Iterator[torch.device]:
         return
     for name in ("RANK", "LOCAL_RANK"):
         _variable(name)
+    _end_with_launcher()
     if device.type == "cuda":
         local, present = _variable("LOCAL_RANK"), torch.cuda.device_count()
         if local >= present:

@@ -52,25 +52,26 @@ def jobs(cluster):
     return [dict(re.findall(r"(\w+)=(\S+)", line)) for line in shown.splitlines()]
 
 
-def test_a_smoke_run_is_prepared_and_trained_by_slurm_on_a_gpu(cluster, project):
+def test_a_smoke_run_is_prepared_and_trained_by_slurm_on_two_gpus(cluster, project):
     pick = random.Random(0)
     text = [" ".join(pick.choices(WORDS, k=80)) for _ in range(1000)]
     (project / "text.txt").write_text("\n\n".join(text) + "\n")
     source = {"kind": "file", "train": "text.txt"}
     (project / "config/config.yaml").write_text(
-        "scale: smoke\nsources:\n  wikitext103: { kind: file, train: text.txt }\n"
+        "scale: smoke\nsources:\n  wikitext103: { kind: file, train: text.txt }\ngpus_per_run: 2\n"
     )
     config = Config(sources={"wikitext103": source})
     (run,) = [r for r in plan("smoke", config) if r.spec.condition == "ct-moe"]
     record = project / f"results/runs/smoke/{run.run_id}/record.json"
-    snakemake(project, cluster, str(record.relative_to(project)), "--set-resources", "train:gpu=1")
-    assert load_record(record).status == "complete"
+    snakemake(project, cluster, str(record.relative_to(project)))
+    assert any("trained by 2 processes" in note for note in load_record(record).notes)
     made = {
         job["Comment"].removeprefix("rule_").split("_wildcards")[0]: job for job in jobs(cluster)
     }
     assert made.keys() == {"corpus", "train"}
     assert {job["JobState"] for job in made.values()} == {"COMPLETED"}
-    assert "gres:gpu:1" in made["train"]["TresPerJob"] and "TresPerJob" not in made["corpus"]
+    assert "gres:gpu:2" in made["train"]["TresPerJob"] and "TresPerJob" not in made["corpus"]
+    assert made["train"]["NumNodes"] == "1" and int(made["train"]["NumCPUs"]) >= 2
 
 
 def test_two_gpu_jobs_see_different_devices(cluster, tmp_path):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 
 import pyarrow.parquet as pq
 import pytest
@@ -99,18 +100,28 @@ def test_more_processes_than_sequences_are_refused(text, tmp_path):
         assert "3 processes for batches of 2 sequences" in line
 
 
-def test_torchrun_starts_it(text, alone, tmp_path):
+def test_torchrun_starts_it_and_takes_it_along_when_killed(text, alone, tmp_path):
     spec = make_spec(text.data, balance_alpha=1.0)
     place = Place(tmp_path, text, spec)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launch, "-m", "mol", *place.argv()],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(spec.run_id) == 1  # said once
+
+    def start():
+        return subprocess.Popen(
+            [*launch, "-m", "mol", *place.argv("--checkpoint-every", "1")],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    killed = start()
+    until = time.monotonic() + 60
+    while not (place.run / STATE).exists():
+        assert killed.poll() is None and time.monotonic() < until, killed.communicate()
+        time.sleep(0.01)
+    killed.kill()
+    killed.communicate()  # until the last process that holds its output is gone
+    assert not (place.run / "record.json").exists()
+    again = start()
+    said, errors = again.communicate(timeout=120)
+    assert again.returncode == 0, errors
+    assert said.count(spec.run_id) == 1  # once
     check_equal(place, alone(spec))

@@ -31,6 +31,15 @@ def test_thirteen_experiments_with_the_conditions_and_seeds_of_the_paper():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("scale", "rest"), [("smoke", 0), ("proxy", 1), ("paper", 1)])
+def test_only_e11_of_the_paper_trains_on_several_gpus_unless_told(scale, rest):
+    for run in plan(scale):
+        together = scale == "paper" and run.spec.kind == "train" and "E11" in run.experiments
+        assert run.gpus == (4 if together else rest)
+    for run in plan(scale, Config(scale=scale, gpus_per_run=3)):
+        assert run.gpus == (3 if run.spec.kind == "train" else rest)
+
+
 def test_rows_that_share_a_specification_share_the_run():
     shared = {run.spec.condition: run.experiments for run in plan("smoke") if run.spec.seed == 42}
     assert shared["ct-moe"] == ("E01", "E03", "E04", "E05")
@@ -146,6 +155,8 @@ def test_find_run_names_the_choices():
     ("text", "words"),
     [
         ("scale: huge", "scale"),
+        ("gpus_per_run: 0", "gpus_per_run: Input should be greater than 0, got 0"),
+        ("gpus_per_run: 3.5", "gpus_per_run: Input should be a valid integer"),
         ("scael: smoke", "scael"),
         ("sources: {wikitext103: {kind: web}}", "sources.wikitext103"),
         ("sources: {wikitext103: {kind: file}}", "sources.wikitext103.file.train"),
