@@ -106,7 +106,7 @@ def _train_specs(scale: ScaleName, config: Config, folder: Path) -> dict[str, li
     paper = load_experiments(folder)
     runs: dict[str, list[TrainSpec]] = {}
     for name, experiment in paper.experiments.items():
-        for slug in experiment.conditions:
+        for slug in experiment.at(scale):
             recipe = paper.recipes[paper.conditions[slug].recipe]
             seeds = paper.seeds if slug in experiment.three_seeds else paper.seeds[:1]
             for seed in seeds:

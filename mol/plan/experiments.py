@@ -42,7 +42,19 @@ class Experiment(Frozen):
     three_seeds: tuple[str, ...] = ()
     benches: tuple[str, ...] = ()
     zero_shot: tuple[str, ...] = ()
+    # Conditions too large for the proxy scale, and those that stand in for them there.
+    proxy: dict[Slug, Slug] = {}
+    # Of the zero-shot tasks in the harness that the paper used.
+    task_versions: dict[str, str] = {}
     gpus: Size = 1  # of each training run at the scale of the paper
+
+    def at(self, scale: str) -> tuple[str, ...]:
+        """The conditions that are trained at a scale."""
+        return tuple(self.stand_in(slug, scale) for slug in self.conditions)
+
+    def stand_in(self, slug: str, scale: str) -> str:
+        """What is trained at a scale in the place of a condition: itself, as a rule."""
+        return self.proxy.get(slug, slug) if scale == "proxy" else slug
 
 
 class BenchEntry(pydantic.BaseModel):
@@ -76,7 +88,8 @@ class Paper(Frozen):
             if condition.recipe not in self.recipes:
                 raise ValueError(f"condition {name} names the unknown recipe {condition.recipe!r}")
         for name, experiment in self.experiments.items():
-            for slug in (*experiment.conditions, *experiment.three_seeds):
+            stand_ins = experiment.proxy.values()
+            for slug in (*experiment.conditions, *experiment.three_seeds, *stand_ins):
                 if slug not in self.conditions:
                     raise ValueError(f"experiment {name} names the unknown condition {slug!r}")
             for bench in experiment.benches:

@@ -46,6 +46,7 @@ GROUPS: dict[Group, tuple[str, ...]] = {  # "!" takes files out again
                 "alike",
                 "claims",
                 "compare",
+                "comparisons",
                 "cost",
                 "counted",
                 "crossover",

@@ -41,8 +41,10 @@ def compared_in(
         return nothing
     if is_machine_bound(cell):
         named = cell.hardware not in NO_NAME and all(same_hardware(cell.hardware, r) for r in runs)
-        if not named or other_way:
+        if not named:
             return nothing
+    if other_way:
+        return nothing
     if is_perplexity(cell):
         alike = all(_same_vocabulary(run, plan) for run in runs)
         if not alike or (scale != "paper" and cell.op == "diff"):

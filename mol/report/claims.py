@@ -91,7 +91,7 @@ class Evaluator:
         if not shared:
             return None
         first = x[shared[0]]
-        first.alike().check_alike(y[shared[0]].alike(), claim.id)
+        first.check_alike(y[shared[0]], claim.id)
         log = self._log(first)
         values = [_distance(x[seed].value, y[seed].value, log) for seed in shared]
         readings = [side[seed] for seed in shared for side in (x, y)]
@@ -314,8 +314,9 @@ def claim_rows(claims: tuple[Claim, ...], runs: Runs, plan: Paper) -> Iterator[d
     """Rows of table `claim_results`: one for each claim and scale with runs for it, and a row
     "not run" at the paper's scale where there is none, with what it would take."""
     corpus_of = {slug: plan.recipes[c.recipe].corpus for slug, c in plan.conditions.items()}
-    for claim in claims:
+    for printed in claims:
         for scale in ("smoke", "proxy", "paper"):
+            claim, stand_ins = _with_stand_ins(printed, scale, plan)
             row: dict[str, Any] = {
                 **claim.model_dump(include={"experiment", "place", "text", "type", "expected"}),
                 "claim_id": claim.id, "scale": scale, "cell_id": claim.cell or None, "n": 0,
@@ -331,11 +332,14 @@ def claim_rows(claims: tuple[Claim, ...], runs: Runs, plan: Paper) -> Iterator[d
                     yield row | {"outcome": "not run", "needs": needs(claim, runs, plan)}
                 continue
             result, effect = found
+            effect.notes.extend(stand_ins)
             others = joined(evaluator.others)
             if scale == "paper" and others:
                 # Another program than the paper's can neither bear out nor refute what it timed.
                 result = "undecided"
                 effect.notes.append(f"ours ran otherwise than the paper's: {others}")
+            elif others and claim.labels.get("task"):
+                effect.notes.append(f"not the paper's version of the task: {others}")
             if regime := evaluator.other_regime(claim, effect.runs):
                 yield row | {"outcome": "undecided", "note": regime}
                 continue
@@ -350,6 +354,22 @@ def claim_rows(claims: tuple[Claim, ...], runs: Runs, plan: Paper) -> Iterator[d
                 "runs": canonical_json(sorted({run["run_id"] for run in effect.runs})),
                 "note": "; ".join(dict.fromkeys(effect.notes)),
             }
+
+
+def _with_stand_ins(claim: Claim, scale: str, plan: Paper) -> tuple[Claim, list[str]]:
+    """The claim about what is trained at a scale in the place of its conditions, and notes that
+    say so."""
+    experiment = plan.experiments[claim.experiment]
+    notes = []
+
+    def replaced(side: Side) -> Side:
+        slug = experiment.stand_in(side.condition, scale)
+        if slug != side.condition:
+            notes.append(f"{slug} in place of {side.condition}")
+        return side.model_copy(update={"condition": slug})
+
+    changes = {name: tuple(map(replaced, getattr(claim, name))) for name in ("sides", "versus")}
+    return claim.model_copy(update=changes), notes
 
 
 def _finite(value: float) -> float | None:

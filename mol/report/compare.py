@@ -114,7 +114,7 @@ def _compared(
     runs: Runs, cell: Cell, ours: dict[int, Reading], theirs: dict[int, Reading]
 ) -> tuple[Figure, tuple[str, ...]]:
     one, other = next(iter(ours.values())), next(iter(theirs.values()))
-    one.alike().check_alike(other.alike(), cell.cell_id)
+    one.check_alike(other, cell.cell_id)
     x, y = (
         {seed: cell.per_metric_unit * reading.value for seed, reading in side.items()}
         for side in (ours, theirs)

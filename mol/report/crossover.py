@@ -46,9 +46,11 @@ def first_that_stays(points: list[tuple[float, float]]) -> tuple[float, float] |
 
 
 def steps_apart(runs: Runs, scale: str, one: Query, other: Query) -> Apart | None:
-    """Difference of two validation curves (nat/token) at the first seed that both have."""
+    """Difference of two validation curves (nat/token) at the first seed that both have. Raises
+    UserError for curves of unlike text."""
     found = [read(runs, scale, query)[0] for query in (one, other)]
     for seed in sorted(found[0].keys() & found[1].keys()):
+        found[0][seed].check_alike(found[1][seed], one.name)
         pair = tuple(side[seed].run for side in found)
         curves = [dict(runs.curves.get(run["run_id"], ())) for run in pair]
         shared = sorted(curves[0].keys() & curves[1].keys())

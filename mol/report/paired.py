@@ -9,9 +9,10 @@ in which that number varies too; the two agree with the test on whether 0 is lef
 import math
 from dataclasses import dataclass
 
+from scipy.special import stdtr
 from scipy.stats import binomtest
 
-from mol.report.verdicts import Z, mean_half_width
+from mol.report.verdicts import Z, mean_half_width, sample_sd
 
 # Item (subtask, number, content hash) -> its score.
 Items = dict[tuple[str, int, str], float]
@@ -19,11 +20,15 @@ Items = dict[tuple[str, int, str], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Paired:
-    """Score of one less score of the other, a fraction, with a 95 % interval."""
+    """Score of one less score of the other, a fraction, with a 95 % interval, the standard error
+    over `n` items, and p of no difference (NaN where one item cannot give it)."""
 
     value: float
     low: float
     high: float
+    stderr: float
+    p: float
+    n: int
     method: str
 
 
@@ -44,8 +49,13 @@ def paired(one: Items, other: Items) -> Paired:
     if set(one.values()) | set(other.values()) <= {0.0, 1.0}:
         return _mcnemar(differences.count(1.0), differences.count(-1.0), n)
     half = math.inf if n == 1 else mean_half_width(differences)
-    method = f"paired over {n:,} items, t interval of the mean difference"
-    return Paired(value=value, low=value - half, high=value + half, method=method)
+    stderr = math.nan if n == 1 else sample_sd(differences, log=False) / math.sqrt(n)
+    p = 2 * float(stdtr(n - 1, -abs(value) / stderr)) if stderr > 0 else math.nan
+    told = "" if math.isnan(p) else f", p = {p:.2g}"
+    method = f"paired over {n:,} items, t interval of the mean difference{told}"
+    return Paired(
+        value=value, low=value - half, high=value + half, stderr=stderr, p=p, n=n, method=method
+    )
 
 
 def _mcnemar(better: int, worse: int, n: int) -> Paired:
@@ -56,13 +66,16 @@ def _mcnemar(better: int, worse: int, n: int) -> Paired:
     if not differing:
         most = 1 - 0.025 ** (1 / n)  # share of items that may differ, had none of n
         method = f"paired over {n:,} items, which both answer alike"
-        return Paired(value=0.0, low=-most, high=most, method=method)
+        return Paired(value=0.0, low=-most, high=most, stderr=0.0, p=1.0, n=n, method=method)
     test = binomtest(better, differing)
     interval = test.proportion_ci(0.95, method="exact")
     low, high = ((2 * end - 1) * differing / n for end in interval)
-    normal = Z * math.sqrt(differing - (better - worse) ** 2 / n) / n
+    stderr = math.sqrt(differing - (better - worse) ** 2 / n) / n
+    normal = Z * stderr
     low, high = max(-1.0, min(low, value - normal)), min(1.0, max(high, value + normal))
     method = (
         f"paired over {n:,} items, exact McNemar: {better} against {worse}, p = {test.pvalue:.2g}"
     )
-    return Paired(value=value, low=low, high=high, method=method)
+    return Paired(
+        value=value, low=low, high=high, stderr=stderr, p=float(test.pvalue), n=n, method=method
+    )

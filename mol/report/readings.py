@@ -19,6 +19,8 @@ from mol.report.verdicts import Protocol
 
 PROTOCOL = ("tokenizer", "pad", "layout", "context", "stride", "split")
 HIGHER_IS_BETTER = {"token/s", "step/s", "ratio", "fraction"}
+# Labels of a zero-shot score; where one differs it is another test.
+OF_TEST = ("task", "items", "shots", "task_version", "definition", "harness")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,26 @@ class Reading:
             unit=self.unit, split=self.protocol["split"], tokenizer=kind, pad=self.protocol["pad"]
         )
 
+    def check_alike(self, other: "Reading", what: str) -> None:
+        """Raises UserError for perplexities by another protocol or of another text, and for scores
+        of another test. What a record does not say of its text is not held against it."""
+        self.alike().check_alike(other.alike(), what)
+        if unlike := unlike_tests(self.labels, other.labels):
+            raise UserError(f"{what}: not compared, {unlike}")
+        text = f"{self.protocol['split']}_sha256"
+        hashes = [json.loads(reading.run["data"]).get(text) for reading in (self, other)]
+        if self.protocol["split"] and None not in hashes and hashes[0] != hashes[1]:
+            raise UserError(f"{what}: not compared, unlike {self.protocol['split']} text")
+
+
+def unlike_tests(one: dict[str, Label], other: dict[str, Label]) -> str:
+    """In which labels two zero-shot scores are of unlike tests, in words, or ""."""
+    return ", ".join(
+        f"unlike {key.replace('_', ' ')} ({one.get(key)} and {other.get(key)})"
+        for key in OF_TEST
+        if one.get(key) != other.get(key)
+    )
+
 
 @dataclass(kw_only=True)
 class Runs:
@@ -50,7 +72,7 @@ class Runs:
     curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     # Why there is no figure, by condition and task ("": any), where a record says so.
     reasons: dict[tuple[str, str], str] = field(default_factory=dict)
-    # How the paper ran each benchmark: label -> the values it may have.
+    # How the paper ran each benchmark and each task: label -> the values it may have.
     protocols: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
     beside: dict[str, tuple[str, ...]] = field(default_factory=dict)  # benchmark -> benchmarks
     # Scores by item, by run, task and metric.
@@ -107,6 +129,9 @@ def load_runs(database: duckdb.DuckDBPyConnection, plan: Paper) -> Runs:
         curves[run_id].append((step, value))
     reasons = _reasons(database, runs)
     protocols = {name: bench.protocol for name, bench in plan.benches.items()}
+    for experiment in plan.experiments.values():
+        for task, version in experiment.task_versions.items():
+            protocols[task] = {"task_version": (version,)}
     return Runs(
         runs=runs, readings=dict(readings), curves=dict(curves), reasons=reasons,
         items=_items(database), protocols=protocols,
@@ -194,9 +219,11 @@ def joined(others: Iterable[str]) -> str:
 
 
 def _wanted(runs: Runs, query: Query) -> dict[str, tuple[Label, ...]]:
-    """The benchmark's protocol; a query that names a dispatch path narrows it to that one."""
+    """The benchmark's or the task's protocol; a query that names a dispatch path narrows it to
+    that one."""
     named = {"path": (query.labels["path"],)} if "path" in query.labels else {}
-    return runs.protocols.get(query.condition, {}) | named
+    of = str(query.labels.get("task", query.condition))
+    return runs.protocols.get(of, {}) | named
 
 
 def _other(reading: Reading, wanted: dict[str, tuple[Label, ...]]) -> str:
@@ -220,7 +247,7 @@ def read(runs: Runs, scale: str, query: Query) -> tuple[dict[int, Reading], str]
         by_seed[reading.run["seed"]].append(reading)
     chosen = {seed: _single(runs, options, query) for seed, options in sorted(by_seed.items())}
     for reading in chosen.values():
-        next(iter(chosen.values())).alike().check_alike(reading.alike(), query.name)
+        next(iter(chosen.values())).check_alike(reading, query.name)
     return chosen, other
 
 

@@ -14,7 +14,7 @@ def experiments_of(spec: RunSpec, paper: Paper) -> list[str]:
         else:
             seeds = paper.seeds if spec.condition in experiment.three_seeds else paper.seeds[:1]
             member = (
-                spec.condition in experiment.conditions
+                spec.condition in experiment.at(spec.scale)
                 and (spec.kind == "train" or bool(experiment.zero_shot))
                 and (spec.seed in seeds or spec.seed not in paper.seeds)
             )

@@ -83,6 +83,25 @@ CREATE TABLE protocols (
     note VARCHAR NOT NULL
 );
 
+-- Two scored models on one task, paired over its items: value of `condition` less `other`.
+CREATE TABLE comparisons (
+    scale VARCHAR NOT NULL,
+    task VARCHAR NOT NULL,
+    metric VARCHAR NOT NULL,          -- acc | acc_norm
+    condition VARCHAR NOT NULL,
+    other VARCHAR NOT NULL,
+    seed BIGINT NOT NULL,
+    value DOUBLE,                     -- NULL: not compared, `note` says why
+    stderr DOUBLE,
+    low DOUBLE,                       -- 95 % interval
+    high DOUBLE,
+    p DOUBLE,                         -- of no difference; NULL: not paired
+    n BIGINT,                         -- items
+    note VARCHAR NOT NULL,
+    run_id VARCHAR NOT NULL,
+    other_run VARCHAR NOT NULL
+);
+
 -- Training runs of a condition of the paper that are not as planned, and in what: a reader's
 -- variants. They and what was scored with them judge no cell and no claim.
 CREATE TABLE variants (

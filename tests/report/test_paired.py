@@ -73,16 +73,19 @@ def test_unlike_items_are_not_paired():
 @pytest.fixture
 def place(tmp_path):
     class Place:
-        specs = {p.spec.condition: p.spec for p in plan("smoke") if p.spec.kind == "zeroshot"}
+        scale = "smoke"
 
-        def write(self, condition, scores, *, doc_hash="h", kept=True, recorded=None):
+        def write(self, condition, scores, *, doc_hash="h", kept=True, recorded=None, **labels):
             value = sum(scores) / len(scores) if recorded is None else recorded
             metric = Metric(name="acc", value=value, unit="fraction", n=len(scores), stderr=0.1,
-                            labels={"task": TASK})  # fmt: skip
-            folder = write_run(tmp_path / "runs", record_of(self.specs[condition], [metric]))
+                            labels={"task": TASK} | labels)  # fmt: skip
+            scored = (p.spec for p in plan(self.scale) if p.spec.kind == "zeroshot")
+            spec = next(spec for spec in scored if spec.condition == condition)
+            folder = write_run(tmp_path / "runs", record_of(spec, [metric]))
             rows = [
-                {"task": TASK, "subtask": TASK, "doc_id": number, "doc_hash": doc_hash,
-                 "target": "0", "acc": score, "acc_norm": None, "nats": [1.0]}
+                {"task": metric.labels["task"], "subtask": TASK, "doc_id": number,
+                 "doc_hash": doc_hash, "target": "0", "acc": score, "acc_norm": None,
+                 "nats": [1.0]}
                 for number, score in enumerate(scores)
             ]  # fmt: skip
             if kept:
@@ -97,7 +100,7 @@ def place(tmp_path):
         def claim(self):
             (row,) = self.ask(
                 "SELECT outcome, effect, low, high, note FROM claim_results "
-                "WHERE claim_id = 'zeroshot-winogrande' AND scale = 'smoke'"
+                f"WHERE claim_id = 'zeroshot-winogrande' AND scale = '{self.scale}'"
             )
             return row
 
@@ -153,3 +156,61 @@ def test_a_printed_difference_of_scores_takes_the_items_error(place):
         "AND scale = 'smoke'"
     )
     assert figure == pytest.approx(15.0) and "exact McNemar: 20 against 5" in note
+
+
+@pytest.mark.parametrize(
+    "label, theirs", [("harness", "lm_eval 0.4.7"), ("task_version", "2.0"), ("definition", "a")]
+)
+def test_scores_of_unlike_tests_are_flagged_and_never_compared(place, label, theirs):
+    one, other = answers(30, 20, 5, 45)
+    place.write("mol-2p08b", one, harness="lm_eval 0.4.13", task_version="1.0", definition="b")
+    labels = {"harness": "lm_eval 0.4.13", "task_version": "1.0", "definition": "b"}
+    place.write("dense-0p7b", other, **labels | {label: theirs})
+    outcome, effect, *_, note = place.claim()
+    why = f"not compared, unlike {label.replace('_', ' ')} ({labels[label]} and {theirs})"
+    assert (outcome, effect) == ("undecided", None) and why in note
+    ((value, p, note),) = place.ask("SELECT value, p, note FROM comparisons")
+    assert value is None and p is None and label.replace("_", " ") in note
+
+
+def test_every_two_models_are_compared_on_each_task(place):
+    one, other = answers(30, 20, 5, 45)
+    place.write("mol-2p08b", one)
+    place.write("dense-0p7b", other)
+    ((first, second, seed, value, stderr, p, n, note),) = place.ask(
+        "SELECT condition, other, seed, value, stderr, p, n, note FROM comparisons"
+    )
+    assert (first, second, seed, n) == ("dense-0p7b", "mol-2p08b", 42, 100)
+    assert value == pytest.approx(-0.15) and stderr == pytest.approx(math.sqrt(25 - 2.25) / 100)
+    # twice the probability of 5 or fewer of 25 fair coins
+    assert p == pytest.approx(2 * sum(math.comb(25, k) for k in range(6)) / 2**25)
+    assert "exact McNemar: 5 against 20" in note
+
+
+def test_at_proxy_scale_the_models_of_the_80m_experiment_stand_in(place):
+    place.scale = "proxy"
+    one, other = answers(30, 20, 5, 45)
+    place.write("fineweb-1p3of15", one)
+    place.write("fineweb-dense-98m", other)
+    outcome, *_, note = place.claim()
+    assert outcome == "holds" and "exact McNemar: 20 against 5" in note
+    assert "fineweb-1p3of15 in place of mol-2p08b" in note
+    owners = place.ask("SELECT DISTINCT experiment FROM run_experiments ORDER BY 1")
+    assert owners == [("E12",)]
+    # The paper's cells are about its own models: none of them gets a figure of a stand-in.
+    assert place.ask("SELECT * FROM verdicts WHERE n_runs > 0 AND scale = 'proxy'") == []
+
+
+def test_another_version_of_a_task_than_the_papers_judges_nothing(place):
+    place.scale = "paper"
+    place.write("mol-2p08b", [1.0, 0.0], task="truthfulqa_mc2", task_version="3.0")
+    place.write("dense-0p7b", [1.0, 0.0], task="truthfulqa_mc2", task_version="2.0")
+    rows = place.ask(
+        "SELECT cell_id, verdict, difference, note FROM verdicts "
+        "WHERE cell_id LIKE 't06.truthfulqa_mc2.%' AND n_runs > 0 ORDER BY 1"
+    )
+    found = {cell.split(".")[-1]: rest for cell, *rest in rows}
+    verdict, difference, note = found["mol-2p08b"]
+    assert (verdict, difference) == ("not judgeable here", None)
+    assert "ours ran otherwise than the paper's: task_version 3.0" in note
+    assert found["dense-0p7b"][1] is not None and "version" not in found["dense-0p7b"][2]
