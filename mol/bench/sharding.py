@@ -10,13 +10,11 @@ since its fullest device holds 5 of 14 blocks and what is copied is a fifth of t
 38 % about two fifths would have to be copied.
 """
 
-from math import comb
-
 import torch
 
 from mol.bench.common import Outcome
 from mol.bench.config import ShardingBench
-from mol.model.block_parallel import placement
+from mol.model.block_parallel import expected_exchange, placement
 from mol.model.config import ModelConfig, SplitLayer
 from mol.model.split_stage import SplitStage
 from mol.model.transformer import LanguageModel
@@ -41,27 +39,26 @@ def parameters_per_device(config: ModelConfig, devices: int) -> tuple[list[int],
     return [total - routed + h for h in held], total
 
 
-def remote_devices(layer: SplitLayer, devices: int) -> float:
-    """Expected number of other devices that a token's k blocks stand on, when every set of k
-    blocks is equally likely and tokens are spread evenly over the devices."""
-    n, k = layer.n_routed, layer.top_k
-    hit = [1 - comb(n - held, k) / comb(n, k) for held in placement(n, devices)]
-    return sum(hit) * (devices - 1) / devices
+def bytes_per_token(config: ModelConfig, devices: int, size: int = BYTES) -> dict[str, float]:
+    """Bytes that cross between devices for one token's forward pass, by scheme; numbers of `size`.
 
-
-def bytes_per_token(config: ModelConfig, devices: int) -> dict[str, float]:
-    """Bytes that cross between devices for one token's forward pass, by scheme.
-
-    all_to_all: a stage sends the token's D-vector to each remote device that holds one of its
-    blocks and takes one partial sum of D back. all_reduce: tokens stand on every device and a
-    stage sums its D-vector once, 2 (n - 1) D in a ring. tensor_parallel: Megatron's two such
-    sums a layer.
+    all_to_all: `ExchangedStage`, expected for blocks that are chosen equally often, without the
+    tables of a few bytes a sequence. all_reduce: tokens stand on every device and a stage sums its
+    D-vector once, 2 (n - 1) D in a ring. tensor_parallel: Megatron's two such sums a layer.
     """
     splits = [layer for layer in config.layers() if isinstance(layer, SplitLayer)]
-    vector = BYTES * config.d_model
+    vector = size * config.d_model
     ring = 2 * (devices - 1) * vector
+
+    def exchanged(layer: SplitLayer) -> float:
+        share = 1 / devices  # of the token that each device brings
+        return sum(
+            expected_exchange(layer, devices, held, share, 0)._replace(ahead=0).forward(vector)
+            for held in placement(layer.n_routed, devices)
+        )
+
     return {
-        "all_to_all": sum(2 * vector * remote_devices(layer, devices) for layer in splits),
+        "all_to_all": sum(map(exchanged, splits)),
         "all_reduce": len(splits) * ring,
         "tensor_parallel": 2 * config.n_layers * ring,
     }

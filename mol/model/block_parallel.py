@@ -14,10 +14,13 @@ Embedding, norms, routers and shared blocks stand on every rank. A segment, one 
 one sequence, is whole and in order on the block's rank, as attention and recurrence need it.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mol.model.config import SplitLayer
 from mol.model.split_stage import Routes, SplitStage, balance_of, squared_variation
 from mol.model.thin_block import ThinBlocks
 from mol.model.transformer import LanguageModel
@@ -27,9 +30,39 @@ from mol.ops.dispatch import RoutePlan, added
 from mol.ops.grouped import as_operand
 
 
+TABLE, COUNT = 4, 8  # bytes of a position or a segment's length, and of a number of sequences
+
+
 def placement(n_blocks: int, devices: int) -> list[int]:
     """How many blocks each device holds, in contiguous runs, the larger ones first."""
     return [n_blocks // devices + (i < n_blocks % devices) for i in range(devices)]
+
+
+class Exchange(NamedTuple):
+    """What one rank sends in one `ExchangedStage`. A row travels for each (token, block): a token
+    with several blocks on one rank goes there as often, which rows without repeats would save."""
+
+    out: float  # rows of its own tokens to blocks elsewhere
+    back: float  # results of rows that came from elsewhere
+    ahead: int  # bytes of the tables that go before the rows
+
+    def forward(self, vector: int) -> float:
+        """Bytes for rows of `vector` bytes; a position goes with each row out."""
+        return (self.out + self.back) * vector + self.out * TABLE + self.ahead
+
+    def backward(self, vector: int) -> float:
+        return (self.out + self.back) * vector
+
+
+def expected_exchange(
+    layer: SplitLayer, ranks: int, held: int, tokens: float, sequences: float
+) -> Exchange:
+    """Of a rank that holds so many of the blocks and brings so many tokens and sequences, like
+    every other rank. Rows are expected values for blocks that are chosen equally often; what is
+    sent in fact depends on the router."""
+    here, rows = held / layer.n_routed, tokens * layer.top_k
+    ahead = TABLE * (layer.n_routed - held) * sequences + COUNT * (ranks - 1)
+    return Exchange(rows * (1 - here), rows * (ranks - 1) * here, ahead)
 
 
 def placed(model: LanguageModel, scheme: type["_PlacedStage"]) -> LanguageModel:
@@ -90,8 +123,7 @@ class ExchangedStage(_PlacedStage):
     def _routed(self, x_XD, inner_XD, shared_XD, routes, batch, length, rope):
         config, device = self.whole[0].config, x_XD.device
         plan = RoutePlan.routed(routes.chosen_Xk.view(batch, length, -1), config.n_routed)
-        batches = [batch] * world()
-        told = [torch.tensor([batch], device=device) for _ in batches]
+        told = [torch.tensor([batch], device=device) for _ in self.held]
         dist.all_gather(told, torch.tensor([batch], device=device))
         batches = [int(b) for b in told]
 

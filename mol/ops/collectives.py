@@ -145,6 +145,7 @@ def _sent_rows(args) -> int:
 
 _SENT = {
     "allreduce_": ("all_reduce", _reduced),
+    "allgather_": ("all_gather", lambda args: (world() - 1) * _bytes(args[1][0])),
     "_allgather_base_": ("all_gather", lambda args: (world() - 1) * _bytes(args[1])),
     "_reduce_scatter_base_": ("reduce_scatter", lambda args: (world() - 1) * _bytes(args[0])),
     "alltoall_base_": ("all_to_all", _sent_rows),

@@ -2,8 +2,8 @@
 
 Three ways: `ddp` and `fsdp2` as `mol.train.distributed` runs them, `blocks` as Appendix F places
 routed blocks (`mol.model.block_parallel`, by all-to-all). Weights, gradients and moments are
-counted from the model's own tensors, traffic from what the collectives are given; tests compare
-both with gloo ranks. Activations are counted on a CPU in fp32, where a layer keeps more than its
+counted from the model's own tensors, traffic from what the collectives are given; rows between
+placed blocks are those of even routing. Activations are counted on a CPU in fp32, where a layer keeps more than its
 kernels keep on a GPU, and halved for bf16. Times follow from the stated speeds.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from mol.base import UserError
-from mol.model.block_parallel import placement
+from mol.model.block_parallel import expected_exchange, placement
 from mol.model.config import Layer, ModelConfig, SplitLayer
 from mol.model.counts import active_parameters
 from mol.model.split_stage import SplitStage
@@ -27,7 +27,6 @@ from mol.plan.select import chosen_config
 from mol.plan.spec import TrainSpec
 
 FLOAT = 4  # bytes of weights, gradients and moments
-TABLE = 4  # bytes of a position that travels beside a row
 WAYS = ("ddp", "fsdp2", "blocks")
 
 
@@ -40,7 +39,7 @@ class Share(NamedTuple):
     moments: int
     gathered: int  # whole weights and gradients of the layers at work, of FSDP2
     activations: int
-    sent: float  # a step
+    sent: float  # a step, without the few numbers of loss, norm and balance
 
     @property
     def memory(self) -> int:
@@ -106,12 +105,16 @@ def share(spec: TrainSpec, way: str, ranks: int, activations: int = 0) -> Share:
         stages = [layer for layer in config.layers() if isinstance(layer, SplitLayer)]
         if not stages or min(s.n_routed for s in stages) < ranks:
             raise UserError(f"{spec.condition}: no {ranks} routed blocks in each layer to place")
-        tokens = spec.optim.batch_size * spec.seq_len / ranks
-        wide = 2 if spec.precision == "bf16" else FLOAT
-        # There and back, forward and backward; positions go there once.
-        row = 4 * wide * config.d_model + TABLE
-        rows = tokens * sum(s.top_k for s in stages) * others / ranks
-        sent = rows * row + 2 * others * everywhere * FLOAT / ranks
+        sent = 2 * others * everywhere * FLOAT / ranks
+        sequences = spec.optim.batch_size / accumulate / ranks
+        vector = (2 if spec.precision == "bf16" else FLOAT) * config.d_model
+        forwards = 2 if spec.optim.checkpoint_activations else 1
+        for stage in stages:
+            fullest = placement(stage.n_routed, ranks)[0]
+            tokens = sequences * spec.seq_len
+            exchange = expected_exchange(stage, ranks, fullest, tokens, sequences)
+            once = forwards * exchange.forward(vector) + exchange.backward(vector)
+            sent += accumulate * once
     return Share(
         way,
         held * FLOAT,

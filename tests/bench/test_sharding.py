@@ -5,6 +5,7 @@ import torch
 
 from mol.bench import sharding
 from mol.bench.config import ShardingBench
+from mol.model.block_parallel import expected_exchange
 from mol.model.config import DenseLayer, ModelConfig, SplitLayer
 from mol.plan.experiments import load_experiments
 
@@ -47,22 +48,24 @@ def test_the_paper_s_198m_model_on_three_devices():
 
 
 @pytest.mark.parametrize(("top_k", "devices"), [(1, 2), (2, 2), (3, 3), (5, 4)])
-def test_remote_devices_by_listing_every_choice(top_k, devices):
-    layer = config(top_k=top_k).layer
-    owner = [d for d, n in enumerate(sharding.placement(5, devices)) for _ in range(n)]
-    counts = [
-        len({owner[block] for block in chosen} - {home})
-        for chosen in combinations(range(5), top_k)
-        for home in range(devices)
-    ]
-    expected = sum(counts) / len(counts)
-    assert sharding.remote_devices(layer, devices) == pytest.approx(expected)
+def test_rows_by_listing_every_choice(top_k, devices):
+    """A token of each device, every set of blocks: rows to other devices, and from them."""
+    layer, held = config(top_k=top_k).layer, sharding.placement(5, devices)
+    owner = [d for d, n in enumerate(held) for _ in range(n)]
+    choices = list(combinations(range(5), top_k))
+    for device in range(devices):
+        found = expected_exchange(layer, devices, held[device], 1, 1)
+        out = sum(owner[block] != device for chosen in choices for block in chosen)
+        back = sum(owner[block] == device for chosen in choices for block in chosen) * (devices - 1)
+        assert found.out == pytest.approx(out / len(choices))
+        assert found.back == pytest.approx(back / len(choices))
 
 
 def test_bytes_by_scheme():
-    found = sharding.bytes_per_token(config(top_k=1), devices=2)
-    # One block: remote half of the time, 16 bf16 numbers there and back, in three stages.
-    assert found["all_to_all"] == pytest.approx(3 * 2 * 0.5 * 16 * 2)
+    found = sharding.bytes_per_token(config(top_k=2), devices=2)
+    # Two rows, each remote half of the time: 16 bf16 numbers there and back and its position, in
+    # three stages.
+    assert found["all_to_all"] == pytest.approx(3 * 2 * 0.5 * (2 * 16 * 2 + 4))
     assert found["all_reduce"] == 3 * 2 * 16 * 2
     assert found["tensor_parallel"] == 2 * found["all_reduce"]
 

@@ -12,6 +12,7 @@ from mol.model.block_parallel import (
     ExchangedStage,
     SummedStage,
     combine_gradients,
+    expected_exchange,
     placed,
     placement,
 )
@@ -90,22 +91,21 @@ def check_gradients(model, one, close) -> None:
 
 
 def check_exchanged_bytes(traffic, routes, mine) -> None:
-    """Rows to and from other ranks, both ways and back with the gradients, and the two tables."""
+    """What is sent is what `Exchange` counts of the rows that this routing sends."""
     owner_E = torch.tensor([d for d, n in enumerate(placement(5, world())) for _ in range(n)])
-    sequence_B = torch.arange(BATCH)
     home_B = torch.zeros(BATCH, dtype=torch.long)
     for r in range(world()):
         home_B[r * BATCH // world() : (r + 1) * BATCH // world()] = r
-    rows, times, tables = 0, 0, 0
+    layer, held, expected = config("softmax").layer, placement(5, world())[rank()], 0
     for route_BTk in routes:
-        to_BTk, from_BTk = owner_E[route_BTk], home_B[sequence_B][:, None, None]
+        to_BTk, from_BTk = owner_E[route_BTk], home_B[:, None, None]
         out = int(((from_BTk == rank()) & (to_BTk != rank())).sum())
         back = int(((from_BTk != rank()) & (to_BTk == rank())).sum())
-        rows += 2 * (out + back)  # forward, and again the gradients
-        times += out
-        tables += int((owner_E != rank()).sum()) * (mine.stop - mine.start)
+        planned = expected_exchange(layer, world(), held, 0, mine.stop - mine.start)
+        exchange = planned._replace(out=out, back=back)
+        expected += exchange.forward(4 * WIDTH) + exchange.backward(4 * WIDTH)
     assert traffic.calls["all_to_all"] == 6 * len(routes)
-    assert traffic.sent["all_to_all"] == 4 * (rows * WIDTH + times + tables)
+    assert traffic.sent["all_to_all"] + traffic.sent["all_gather"] == expected
 
 
 @pytest.mark.parametrize("scheme", [ExchangedStage, SummedStage])

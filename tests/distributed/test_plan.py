@@ -8,12 +8,19 @@ import torch
 import torch.distributed as dist
 from places import make_spec
 from ranks import together
+from tiny_corpus import LAYER
 
 from mol.cli import main
 from mol.data.loader import TokenBatches
-from mol.model.block_parallel import ExchangedStage, placed
+from mol.model.block_parallel import (
+    ExchangedStage,
+    combine_gradients,
+    expected_exchange,
+    placed,
+)
 from mol.model.transformer import LanguageModel
 from mol.ops.collectives import Traffic, rank, world
+from mol.plan import parallel
 from mol.plan.parallel import activation_bytes, share
 from mol.train import distributed
 from mol.train.step import TrainStep
@@ -55,7 +62,7 @@ def trained_as_planned(spec, corpus, way: str) -> int:
 
 @pytest.mark.parametrize(("way", "ranks"), [("ddp", 2), ("fsdp2", 3)])
 def test_memory_and_traffic_are_those_planned(text, tmp_path, way, ranks):
-    spec = make_spec(text.data, accumulate=2)
+    spec = make_spec(text.data, accumulate=2, checkpoint_activations=way == "fsdp2")
     for done in together(tmp_path, ranks, trained_as_planned, spec, text.corpus, way):
         assert done.code == 0, done.err
 
@@ -63,16 +70,45 @@ def test_memory_and_traffic_are_those_planned(text, tmp_path, way, ranks):
 def placed_as_planned(spec) -> int:
     dist.init_process_group("gloo", timeout=timedelta(seconds=40))
     torch.manual_seed(0)
-    whole = LanguageModel(spec.model)
-    model = placed(whole, ExchangedStage)
-    if rank() == 0:
-        assert size(model.parameters()) == share(spec, "blocks", world()).weights
+    model = placed(LanguageModel(spec.model), ExchangedStage)
+    model.checkpoint_activations = spec.optim.checkpoint_activations
+    ids_BT = torch.randint(300, (spec.optim.batch_size // world(), spec.seq_len))
+    with Traffic() as traffic:
+        output = model(ids_BT)
+        output.hidden.sum().backward()
+        combine_gradients(model)
+    rows = iter(rows_sent(output.routes, model.layers[0].held))
+    parallel.expected_exchange = lambda *args: expected_exchange(*args)._replace(**next(rows))
+    planned = share(spec, "blocks", world())
+    if rank() == 0:  # the fullest
+        weights = list(model.parameters())
+        assert (size(weights), size(p.grad for p in weights)) == planned[1:3]
+        # Each stage's balance loss: a sum over ranks of its blocks' probabilities and a count.
+        forwards = 1 + spec.optim.checkpoint_activations
+        numbers = forwards * len(model.layers) * (LAYER.n_routed + 1)
+        assert sum(traffic.sent.values()) == planned.sent + 2 * 4 * numbers // 2
     dist.destroy_process_group()
     return 0
 
 
-def test_placed_blocks_weigh_what_is_planned(text, tmp_path):
-    for done in together(tmp_path, 2, placed_as_planned, make_spec(text.data)):
+def rows_sent(routes, held):
+    """Each stage's rows from this rank to others and from them to this one."""
+    every = [None] * world()
+    dist.all_gather_object(every, routes)
+    first = sum(held[: rank()])
+    for stage in range(len(routes)):
+        here = [
+            int(((r[stage] >= first) & (r[stage] < first + held[rank()])).sum()) for r in every
+        ]
+        mine = here.pop(rank())
+        yield {"out": routes[stage].numel() - mine, "back": sum(here)}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_placed_blocks_hold_and_send_what_is_planned(text, tmp_path, again):
+    """With the rows of this routing in the place of those expected, the plan is exact."""
+    spec = make_spec(text.data, checkpoint_activations=again)
+    for done in together(tmp_path, 2, placed_as_planned, spec):
         assert done.code == 0, done.err
 
 
