@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=1))
         return 0
     head = f"{'run':44}{'experiments':20}{'steps':>8}{'tokens':>16}{'weights':>15}{'active':>15}"
-    print(head + (f"{'GPU-hours':>15}" if priced else ""))
+    print(head + (f"{'GPU-hours':>24}" if priced else ""))
     for item in rows:
         figures = (item.get(key) for key in ("steps", "tokens", "params_total", "params_active"))
         columns = zip(figures, (8, 16, 15, 15), strict=True)
@@ -120,8 +120,8 @@ def _cost_of(cost) -> dict:
 def _cost_text(cost) -> str:
     if cost is None:
         return ""
-    text = "not measured" if cost.hours is None else f"{cost.hours:,.2f}"
-    text = f"{'done' if cost.done else text:>15}"
+    text = "not run, " + ("not measured" if cost.hours is None else f"{cost.hours:,.2f}")
+    text = f"{'done' if cost.done else text:>24}"
     return text if cost.paper is None else f"{text}  (paper {cost.paper:,.1f})"
 
 
@@ -136,3 +136,7 @@ def _print_sums(runs: list[Planned], priced: dict) -> None:
     for experiment, found in of.items():
         print(f"  {experiment}: {summary(found)}")
     print(f"  all: {summary(priced.values())}")
+    if all(cost.speed is None for cost in priced.values()):
+        print(
+            "no record of a GPU holds a speed: `mol bench train-step` or a training run gives one"
+        )

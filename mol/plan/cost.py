@@ -1,7 +1,7 @@
 """What the runs of a plan cost: GPU-hours from a training speed that was measured on a GPU."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,12 +9,20 @@ from mol.model.config import ModelConfig
 from mol.paper.printed import parse
 from mol.paper.reported import load_paper
 from mol.plan.build import Planned
-from mol.plan.spec import TrainSpec
+from mol.plan.spec import RunSpec, TrainSpec
 from mol.store.read import Found
 from mol.store.record import Record
 from mol.store.twins import read_runs
 
 Shape = tuple[ModelConfig, int]  # and the length of its sequences
+
+
+class Measured(NamedTuple):
+    """A figure `train_tokens_per_s` of a complete run on a GPU."""
+
+    spec: RunSpec
+    labels: dict
+    speed: "Speed"
 
 
 class Speed(NamedTuple):
@@ -41,24 +49,28 @@ def records(results: Path) -> list[Record]:
     return [f.record for f in found if isinstance(f, Found) and f.record.status == "complete"]
 
 
-def speeds(found: Iterable[Record]) -> dict[Shape, Speed]:
+def measured(found: Iterable[Record]) -> Iterator[Measured]:
+    """The training speeds of records of a GPU."""
+    for record in found:
+        where = record.hardware
+        for metric in record.metrics if where.device == "cuda" else ():
+            if metric.name == "train_tokens_per_s":
+                speed = Speed(metric.value / where.count, where.name, record.run_id)
+                yield Measured(record.spec, metric.labels, speed)
+
+
+def speeds(found: Iterable[Measured]) -> dict[Shape, Speed]:
     """The fastest speed measured for each model and length: by `mol bench train-step`, or by a
     finished training run, which trains the exact architecture at any scale but smoke."""
     best: dict[Shape, Speed] = {}
-    for record in found:
-        if record.hardware.device != "cuda":
-            continue
-        for metric in record.metrics:
-            shape = _shape(record, metric.labels) if metric.name == "train_tokens_per_s" else None
-            if shape is None:
-                continue
-            speed = Speed(metric.value / record.hardware.count, record.hardware.name, record.run_id)
+    for spec, labels, speed in found:
+        shape = _shape(spec, labels)
+        if shape is not None:
             best[shape] = max(best.get(shape, speed), speed)
     return best
 
 
-def _shape(record: Record, labels: dict) -> Shape | None:
-    spec = record.spec
+def _shape(spec: RunSpec, labels: dict) -> Shape | None:
     if isinstance(spec, TrainSpec):
         return spec.model, spec.seq_len
     if spec.kind == "bench" and spec.bench.program == "train_step":
@@ -80,7 +92,7 @@ def paper_hours() -> dict[str, float]:
 def costs(runs: Iterable[Planned], results: Path) -> dict[str, Cost]:
     """The cost of each training run by its run_id."""
     found = records(results)
-    done, best = {record.run_id for record in found}, speeds(found)
+    done, best = {record.run_id for record in found}, speeds(measured(found))
     stated = paper_hours()
     priced = {}
     for run in runs:

@@ -37,7 +37,7 @@ GROUPS: dict[Group, tuple[str, ...]] = {  # "!" takes files out again
     # The database holds the verdicts, so what judges belongs to it.
     "store": (
         "mol/base.py",
-        "mol/plan/variant.py",
+        *(f"mol/plan/{name}.py" for name in ("build", "cost", "scale", "variant")),
         "mol/store/**/*",
         "mol/paper/**/*",
         *(

@@ -12,7 +12,7 @@ from mol.plan.spec import RunSpec, ScaleName
 
 RESULTS = Path("results")
 SCALES = ("smoke", "proxy", "paper")
-_RUN_SPEC: TypeAdapter[RunSpec] = TypeAdapter(RunSpec)
+RUN_SPEC: TypeAdapter[RunSpec] = TypeAdapter(RunSpec)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
@@ -48,7 +48,7 @@ def chosen_config(args: argparse.Namespace) -> Config:
 def read_spec(path: Path) -> RunSpec:
     """A specification file. Raises UserError naming the file and the key."""
     try:
-        return _RUN_SPEC.validate_python(read_json(path))
+        return RUN_SPEC.validate_python(read_json(path))
     except UserError as error:
         raise UserError(f"{error}; give a specification as in results/specs") from None
     except pydantic.ValidationError as error:

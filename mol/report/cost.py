@@ -1,7 +1,13 @@
 """What it would take to know: runs, tokens, and GPU-hours from a throughput that was measured."""
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mol.base import canonical_json
 from mol.paper.cell import Cell
 from mol.paper.claims import Claim
+from mol.plan.build import plan as planned_runs
 from mol.plan.experiments import Paper
 from mol.report.readings import Runs
 
@@ -14,21 +20,14 @@ def _tokens(slug: str, plan: Paper) -> int:
 
 def training_hours(seeds_of: dict[str, int], runs: Runs, plan: Paper) -> float | None:
     """GPU-hours to train these conditions with so many seeds each at the paper's scale, or None
-    where no GPU run of one of them measured a throughput.
-
-    Proxy runs train the exact architecture at the paper's batch, so their tokens a second count.
-    """
+    where no GPU measured the speed of one of them."""
     total = 0.0
     for slug, seeds in seeds_of.items():
-        rates = [
-            reading.value / reading.run["hardware_count"]
-            for scale in ("proxy", "paper")
-            for reading in runs.readings.get((scale, slug, "train_tokens_per_s"), [])
-            if reading.run["device"] == "cuda"
-        ]
-        if not rates:
+        recipe = plan.recipes[plan.conditions[slug].recipe]
+        speed = runs.speeds.get((plan.model(slug), recipe.seq_len))
+        if speed is None:
             return None
-        total += seeds * _tokens(slug, plan) / max(rates) / 3600
+        total += seeds * _tokens(slug, plan) / speed.tokens_per_s / 3600
     return total if seeds_of else None
 
 
@@ -54,3 +53,27 @@ def needs(claim: Claim, runs: Runs, plan: Paper) -> str:
     text = f"{count} training run{'s' if count > 1 else ''}{scored}, {tokens / 1e9:.3g}B tokens"
     hours = training_hours(seeds_of, runs, plan)
     return text if hours is None else f"{text}, {hours:,.0f} GPU-hours"
+
+
+def not_run_rows(runs: Runs, folder: Path) -> Iterator[dict[str, Any]]:
+    """Rows of table `not_run`: training and zero-shot runs of the plan that are not complete, at
+    each scale but smoke that has been begun. Wherever their text comes from, runs count as made."""
+    made = {(r["scale"], r["kind"], r["condition"], r["seed"]) for r in runs.runs.values()}
+    for scale in ("proxy", "paper"):
+        if scale not in runs.scales:
+            continue
+        for planned in planned_runs(scale, folder=folder):
+            spec = planned.spec
+            if spec.kind == "bench" or (scale, spec.kind, spec.condition, spec.seed) in made:
+                continue
+            row = {"scale": scale, "kind": spec.kind, "condition": spec.condition}
+            row |= {"seed": spec.seed, "experiments": canonical_json(planned.experiments)}
+            speed = runs.speeds.get((spec.model, spec.seq_len)) if spec.kind == "train" else None
+            if speed:
+                tokens = spec.optim.steps * spec.optim.batch_size * spec.seq_len
+                row |= {
+                    "gpu_hours": tokens / speed.tokens_per_s / 3600,
+                    "gpu": speed.gpu,
+                    "measured_by": speed.run_id,
+                }
+            yield row

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,9 @@ import duckdb
 
 from mol.base import UserError
 from mol.paper.cell import Cell, Label
+from mol.plan.cost import Measured, Shape, Speed, speeds
 from mol.plan.experiments import Paper
+from mol.plan.select import RUN_SPEC
 from mol.report.number import figure_text
 from mol.report.paired import Items, Paired, paired, same_items
 from mol.report.rows import mappings
@@ -75,6 +77,7 @@ class Runs:
     # How the paper ran each benchmark and each task: label -> the values it may have.
     protocols: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
     beside: dict[str, tuple[str, ...]] = field(default_factory=dict)  # benchmark -> benchmarks
+    speeds: dict[Shape, Speed] = field(default_factory=dict)  # of training on a GPU
     # Scores by item, by run, task and metric.
     items: dict[tuple[str, str, str], Items] = field(default_factory=dict)
 
@@ -134,9 +137,20 @@ def load_runs(database: duckdb.DuckDBPyConnection, plan: Paper) -> Runs:
             protocols[task] = {"task_version": (version,)}
     return Runs(
         runs=runs, readings=dict(readings), curves=dict(curves), reasons=reasons,
-        items=_items(database), protocols=protocols,
+        items=_items(database), protocols=protocols, speeds=speeds(_measured(database)),
         beside={name: bench.beside for name, bench in plan.benches.items()},
     )  # fmt: skip
+
+
+def _measured(database: duckdb.DuckDBPyConnection) -> Iterator[Measured]:
+    """Training speeds of complete runs on a GPU, variants among them."""
+    cursor = database.execute(
+        "SELECT spec, labels, value / hardware_count, hardware, run_id FROM metrics "
+        "JOIN runs USING (run_id) WHERE name = 'train_tokens_per_s' AND device = 'cuda' "
+        "AND status = 'complete' ORDER BY ALL"
+    )
+    for spec, labels, *speed in cursor.fetchall():
+        yield Measured(RUN_SPEC.validate_json(spec), json.loads(labels), Speed(*speed))
 
 
 def _items(database: duckdb.DuckDBPyConnection) -> dict[tuple[str, str, str], Items]:

@@ -16,6 +16,7 @@ from mol.plan.experiments import Paper, load_experiments
 from mol.plan.variant import departures, planned
 from mol.report.claims import claim_rows
 from mol.report.comparisons import comparison_rows
+from mol.report.cost import not_run_rows
 from mol.report.effects import effect_rows
 from mol.report.judge import verdict_rows
 from mol.report.readings import load_runs
@@ -90,6 +91,7 @@ def insert_verdicts(database: duckdb.DuckDBPyConnection, folder: Path) -> None:
     runs = load_runs(database, plan)
     insert(database, "verdicts", list(verdict_rows(paper.cells, runs, plan)))
     insert(database, "comparisons", list(comparison_rows(runs, plan)))
+    insert(database, "not_run", list(not_run_rows(runs, folder)))
     if (folder / "claims.toml").is_file():
         insert(database, "claim_results", list(claim_rows(load_claims(paper), runs, plan)))
 

@@ -217,6 +217,19 @@ CREATE TABLE checks (
     reading VARCHAR NOT NULL
 );
 
+-- Training and zero-shot runs of the plan without a complete record, at proxy and paper scale once
+-- a run of that scale is there.
+CREATE TABLE not_run (
+    scale VARCHAR NOT NULL,
+    kind VARCHAR NOT NULL,            -- train | zeroshot
+    condition VARCHAR NOT NULL,
+    seed BIGINT NOT NULL,
+    experiments JSON NOT NULL,
+    gpu_hours DOUBLE,                 -- NULL: no speed was measured
+    gpu VARCHAR,
+    measured_by VARCHAR               -- run whose speed it is
+);
+
 -- The paper's claims at each scale that has runs for them; scales never mix.
 CREATE TABLE claim_results (
     claim_id VARCHAR NOT NULL,

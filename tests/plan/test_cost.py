@@ -88,12 +88,31 @@ def test_the_command_prints_the_cost_beside_the_papers(tmp_path, runs, capsys):
     lines = capsys.readouterr().out.splitlines()
     line = next(line for line in lines if line.startswith("dense-1p3b"))
     hours = 20_000 * 256 * 4096 / 50_000 / 3600
-    assert line.endswith(f"{hours:,.2f}  (paper 213.2)")
+    assert line.endswith(f"not run, {hours:,.2f}  (paper 213.2)")
     assert next(x for x in lines if x.startswith("mol-2p08b")).endswith(
-        "not measured  (paper 408.0)"
+        "not run, not measured  (paper 408.0)"
     )
     assert lines[-1].endswith("the paper states 799.2 for 3")
     assert main([*words, "--json"]) == 0
     rows = {row["condition"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["dense-1p3b"]["gpu_hours"] == pytest.approx(hours)
     assert rows["mol-2p08b"]["gpu_hours"] is None and rows["mol-2p08b"]["paper_gpu_hours"] == 408
+
+
+def test_a_proxy_plan_reads_not_run_with_measured_hours_or_says_that_none_is(tmp_path, capsys):
+    words = ["plan", "--scale", "proxy", "--experiment", "E10", "--results", str(tmp_path)]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(x.endswith("not run, not measured") for x in lines if x.startswith("fineweb-"))
+    assert lines[-1].startswith("no record of a GPU holds a speed")
+    short = {p.spec.condition: p for p in plan("proxy") if p.spec.kind == "train"}
+    save(tmp_path, short["fineweb-dense-98m"].spec, [rate(800_000.0)])
+    case = short["fineweb-1p3of15"]
+    save(tmp_path, bench(case), [rate(400_000.0, model="fineweb-1p3of15", length=2048)])
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    state = {x.split("-s42-")[0]: x for x in lines if x.startswith("fineweb-")}
+    assert state["fineweb-dense-98m"].endswith("done")
+    assert state["fineweb-1p3of15"].endswith(f"not run, {65_536_000 / 400_000 / 3600:.2f}")
+    assert state["fineweb-1p3of10"].endswith("not run, not measured")
+    assert "no record" not in lines[-1] and "0.05 GPU-hours for 1 to come" in lines[-1]
