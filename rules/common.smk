@@ -1,12 +1,13 @@
 # The plan, and the files that decide what reruns.
 
+import re
 import sys
 from pathlib import Path
 
 from mol.base import UserError
 from mol.plan.build import plan, read_config
 from mol.plan.experiments import load_experiments
-from mol.plan.hashes import GROUPS, source_hash, write_if_changed
+from mol.plan.hashes import GROUPS, source_hash, write_changed
 
 try:
     CONFIG = read_config(config)
@@ -20,8 +21,17 @@ MOL = f"{sys.executable} -m mol"
 # Before a command that takes GPUs: waits for so many free ones and shows it no others.
 ON_GPUS = f"{sys.executable} -m mol.gpus"
 SCALE = CONFIG.scale
-SPECS = {planned.run_id: planned.spec for planned in PLAN}
-GPUS = {planned.run_id: planned.gpus for planned in PLAN}
+
+
+class ByName(dict):
+    """What is planned, by name; rules match names of other plans too, which are refused here."""
+
+    def __missing__(self, name):
+        raise WorkflowError(f"{name}: not planned; `mol plan --scale {SCALE}` lists what is")
+
+
+SPECS = ByName((planned.run_id, planned.spec) for planned in PLAN)
+GPUS = ByName((planned.run_id, planned.gpus) for planned in PLAN)
 EXPERIMENTS = load_experiments().experiments
 
 
@@ -76,9 +86,11 @@ def wanted(experiment=None):
     return records(*(run_id for kind in kinds for run_id in run_ids(kind, experiment)))
 
 
-def one_of(run_ids):
-    """A wildcard constraint that matches exactly these; the empty list matches nothing."""
-    return "|".join(run_ids) or "(?!)"
+def one_of(names):
+    """A wildcard constraint that matches these, with any seed and any hash: snakemake copies it
+    into every path of every job, so it must not grow with the runs. No names: matches nothing."""
+    stems = dict.fromkeys(re.sub(r"(-s\d+)?-\w+$", "", name) for name in names)
+    return rf"(?:{'|'.join(map(re.escape, stems))})(?:-s\d+)?-\w+" if stems else "(?!)"
 
 
 # A specification or a group of sources is a file that is rewritten only when it changes, so its
@@ -92,37 +104,27 @@ RESULTS = (
 LATEST = max((p.stat().st_mtime for name in RESULTS for p in Path().glob(name)), default=0.0)
 
 
-def kept(name, content):
-    """The name of a file of this content."""
+def kept(folder, ending, contents):
+    """Key -> file <key><ending> in `folder`, of this content."""
     try:
-        return str(write_if_changed(Path(name), content, LATEST))
+        write_changed(Path(folder), {key + ending: text for key, text in contents.items()}, LATEST)
     except UserError as error:
         raise WorkflowError(str(error))
+    return ByName((key, f"{folder}/{key}{ending}") for key in contents)
 
 
-HASHES = {
-    group: kept(f"results/hashes/{group}.sha256", source_hash(group) + "\n") for group in GROUPS
-}
-for planned in PLAN:
-    kept(
-        f"results/specs/{SCALE}/{planned.run_id}.json",
-        planned.spec.model_dump_json(indent=1) + "\n",
-    )
-CORPORA = {
-    spec.data.folder: kept(
-        f"results/specs/{SCALE}/data/{spec.data.folder}.json",
-        spec.data.model_dump_json(indent=1) + "\n",
-    )
-    for spec in SPECS.values()
-    if spec.kind == "train"
-}
+def as_json(specs):
+    return {name: spec.model_dump_json(indent=1) + "\n" for name, spec in specs.items()}
+
+
+HASHES = kept("results/hashes", ".sha256", {group: source_hash(group) + "\n" for group in GROUPS})
+kept(f"results/specs/{SCALE}", ".json", as_json(SPECS))
+DATA = {spec.data.folder: spec.data for spec in SPECS.values() if spec.kind == "train"}
+CORPORA = kept(f"results/specs/{SCALE}/data", ".json", as_json(DATA))
 
 
 def local_text(corpus):
     """A corpus's own files, whose change prepares it anew. `mol data` names a missing one."""
-    sources = (
-        s.data.source for s in SPECS.values() if s.kind == "train" and s.data.folder == corpus
-    )
-    source = next(sources)
+    source = DATA[corpus].source
     files = (source.train, source.validation, source.test) if source.kind == "file" else ()
     return [name for name in files if name and Path(name).exists()]

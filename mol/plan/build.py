@@ -32,13 +32,10 @@ class Config(Frozen):
 class Planned(Frozen):
     """One run of the plan and the experiments that use it."""
 
+    run_id: str  # of the specification
     spec: RunSpec = Field(discriminator="kind")
     experiments: tuple[str, ...]
     gpus: int  # that the workflow gives the run; several train it together
-
-    @property
-    def run_id(self) -> str:
-        return self.spec.run_id
 
 
 class _PlainYaml(yaml.SafeLoader):
@@ -109,9 +106,10 @@ def _train_specs(scale: ScaleName, config: Config, folder: Path) -> dict[str, li
         for slug in experiment.at(scale):
             recipe = paper.recipes[paper.conditions[slug].recipe]
             seeds = paper.seeds if slug in experiment.three_seeds else paper.seeds[:1]
-            for seed in seeds:
-                spec = train_spec(slug, paper.model(slug), recipe, seed, scale, config.sources)
-                runs.setdefault(name, []).append(spec)
+            spec = train_spec(slug, paper.model(slug), recipe, seeds[0], scale, config.sources)
+            # Checked once: nothing else depends on the seed.
+            specs = [spec.model_copy(update={"seed": seed}) for seed in seeds]
+            runs.setdefault(name, []).extend(specs)
     return runs
 
 
@@ -126,8 +124,9 @@ def plan(
     users: dict[str, list[str]] = {}
 
     def add(spec: RunSpec, experiment: str) -> None:
-        specs.setdefault(spec.run_id, spec)
-        users.setdefault(spec.run_id, []).append(experiment)
+        run_id = spec.run_id
+        specs.setdefault(run_id, spec)
+        users.setdefault(run_id, []).append(experiment)
 
     trained = _train_specs(scale, config, folder)
     for name, runs in trained.items():
@@ -149,9 +148,12 @@ def plan(
         for bench in experiment.benches:
             add(_bench(bench, scale, folder), name)
     return [
-        Planned(spec=spec, experiments=tuple(names), gpus=_gpus(spec, names, config, paper))
-        for spec, names in zip(specs.values(), users.values(), strict=True)
-    ]
+        Planned(
+            run_id=run_id, spec=spec, experiments=tuple(users[run_id]),
+            gpus=_gpus(spec, users[run_id], config, paper),
+        )
+        for run_id, spec in specs.items()
+    ]  # fmt: skip
 
 
 def _gpus(spec: RunSpec, experiments: list[str], config: Config, paper: Paper) -> int:

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from mol.base import write_atomic
+from mol.base import scratch
 
 ROOT = Path(__file__).parents[2]
 Group = Literal["data", "train", "zeroshot", "bench", "protocols", "store", "report"]
@@ -85,12 +85,26 @@ def source_hash(group: Group, root: Path = ROOT) -> str:
     return state.hexdigest()
 
 
-def write_if_changed(path: Path, content: str, after: float = 0.0) -> Path:
-    """Keep an unchanged file's modification time, which is what triggers a rerun. A file that
-    changes is dated after `after` (seconds since 1970), the latest of what depends on it: a clock
-    that went back would otherwise hide the change."""
-    if not path.is_file() or path.read_bytes() != content.encode():
-        write_atomic(path, content)
-        if path.stat().st_mtime <= after:
-            os.utime(path, (after + 1, after + 1))
-    return path
+def write_changed(folder: Path, contents: dict[str, str], after: float = 0.0) -> None:
+    """Write files of these names and contents to `folder`, each whole or not at all.
+
+    An unchanged file keeps its modification time, which is what triggers a rerun. One that changes
+    is dated after `after` (seconds since 1970), the latest of what depends on it: a clock that went
+    back would otherwise hide the change. Nothing is synced: the next plan compares again. Raises
+    UserError where the disk refuses.
+    """
+    changed = [
+        (folder / name, content.encode())
+        for name, content in contents.items()
+        if not (folder / name).is_file() or (folder / name).read_bytes() != content.encode()
+    ]
+    if not changed:
+        return
+    with scratch(folder) as fresh:
+        folder.mkdir(exist_ok=True)
+        for path, content in changed:
+            part = fresh / path.name
+            part.write_bytes(content)
+            if part.stat().st_mtime <= after:
+                os.utime(part, (after + 1, after + 1))
+            part.replace(path)

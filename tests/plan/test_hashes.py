@@ -1,10 +1,11 @@
 """An edit must touch the groups it can change, and no other."""
 
 import shutil
+import time
 
 import pytest
 
-from mol.plan.hashes import GROUPS, ROOT, files_of, source_hash, write_if_changed
+from mol.plan.hashes import GROUPS, ROOT, files_of, source_hash, write_changed
 
 
 @pytest.fixture
@@ -43,9 +44,13 @@ def test_every_pattern_finds_files():
             assert list(ROOT.glob(pattern.lstrip("!"))), (group, pattern)
 
 
-def test_an_unchanged_file_keeps_its_time(tmp_path):
-    path = write_if_changed(tmp_path / "h", "one")
-    stamp = path.stat().st_mtime_ns
-    assert write_if_changed(path, "one").stat().st_mtime_ns == stamp
-    write_if_changed(path, "two")
-    assert path.read_text() == "two"
+def test_an_unchanged_file_keeps_its_time_and_a_changed_one_is_newer_than_results(tmp_path):
+    folder = tmp_path / "specs"
+    write_changed(folder, {"a": "one", "b": "one"})
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    ahead = time.time() + 1000  # results of a clock that went back since
+    write_changed(folder, {"a": "one", "b": "two"}, ahead)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {"a": "one", "b": "two"}
+    assert (folder / "a").stat().st_mtime_ns == before["a"]
+    assert (folder / "b").stat().st_mtime > ahead
+    assert list(tmp_path.iterdir()) == [folder], "the scratch folder is gone"
