@@ -6,6 +6,7 @@ Shapes: B sequences, T tokens of context, D width, E routed blocks, k chosen one
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from mol.data.loader import eval_sequences
 from mol.data.tokenizers import load_token_bytes, load_tokenizer
 from mol.model.config import ModelConfig, SplitLayer
+from mol.ops.collectives import of_all_ranks, rank, world
 from mol.ops.cross_entropy import linear_cross_entropy
 from mol.store.record import Metric, Protocol
 
@@ -34,6 +36,19 @@ class Tally:
     block_gaps: int = 0
     covered: float = 0.0
     coverages: int = 0
+
+    def together(self) -> "Tally":
+        """Of all ranks, when rank r of W has scored sequences r, r + W, ...: the sum of their
+        tallies, values of sequences in the order of these."""
+        every = of_all_ranks(self)
+        rows = zip_longest(*(tally.per_sequence for tally in every))
+        in_turn = [value for row in rows for value in row if value is not None]
+        sums = {
+            name: sum(getattr(tally, name) for tally in every)
+            for name in vars(self)
+            if name != "per_sequence"
+        }
+        return Tally(**sums, per_sequence=in_turn)
 
 
 def inter_token_gaps(
@@ -82,20 +97,30 @@ def score(
     device: torch.device,
     bf16: bool = False,
 ) -> tuple[Tally, list[np.ndarray]]:
-    """Score (inputs_T, targets_T, real_T) sequences; also returns each one's real target ids."""
+    """Score (inputs_T, targets_T, real_T) sequences; also returns each one's real target ids.
+
+    Of several processes each scores every W-th sequence, and the tally is that of all; target ids
+    are those of this rank's own. All make as many forward passes, which FSDP2 waits for: one with
+    nothing left to score does the first one's sequence again and forgets it.
+    """
     tally, targets = Tally(), []
     blocks = routed_blocks(model.config)
     was_training = model.training
     model.eval()
-    pending = []
+    group = []
 
     def flush() -> None:
-        inputs, labels, real = (torch.stack(part).to(device) for part in zip(*pending, strict=True))
+        mine = group[rank() :: world()] or group[:1]
+        counts = len(group) > rank()
+        inputs, labels, real = (torch.stack(part).to(device) for part in zip(*mine, strict=True))
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             output = model(inputs)
             nll = linear_cross_entropy(
                 output.hidden.flatten(0, 1), model.embedding.weight, labels.flatten()
             )
+        group.clear()
+        if not counts:
+            return
         nll_BT = nll.view(labels.shape).double()
         real_B = (nll_BT * real).sum(1).tolist()
         counts_B = real.sum(1).tolist()
@@ -104,20 +129,19 @@ def score(
         tally.n_real += sum(counts_B)
         tally.nll_all += float(nll_BT.sum())
         tally.n_all += nll_BT.numel()
-        tally.sequences += len(pending)
+        tally.sequences += len(mine)
         for route_BTk, n_blocks in zip(output.routes, blocks, strict=True):
             inter_token_gaps(route_BTk, real, n_blocks, tally)
         targets.extend(row[mask].cpu().numpy() for row, mask in zip(labels, real, strict=True))
-        pending.clear()
 
     for sequence in sequences:
-        pending.append(sequence)
-        if len(pending) == batch_size:
+        group.append(sequence)
+        if len(group) == batch_size * world():
             flush()
-    if pending:
+    if group:
         flush()
     model.train(was_training)
-    return tally, targets
+    return tally.together(), targets
 
 
 def mean_and_error(tally: Tally) -> tuple[float, float | None]:
@@ -131,12 +155,15 @@ def mean_and_error(tally: Tally) -> tuple[float, float | None]:
 
 
 def text_size(folder: Path, targets: list[np.ndarray]) -> tuple[int, int]:
-    """Bytes and whitespace-separated words of the scored tokens. A word cut by a sequence
-    boundary counts on both sides."""
+    """Bytes and whitespace-separated words of the scored tokens, those of all ranks together. A
+    word cut by a sequence boundary counts on both sides."""
     tokenizer = load_tokenizer(folder)
     token_bytes = load_token_bytes(folder, tokenizer)
     texts = tokenizer.decode_batch([ids.tolist() for ids in targets])
-    return sum(int(token_bytes[ids].sum()) for ids in targets), sum(len(t.split()) for t in texts)
+    n_bytes = sum(int(token_bytes[ids].sum()) for ids in targets)
+    every = of_all_ranks((n_bytes, sum(len(text.split()) for text in texts)))
+    n_bytes, n_words = map(sum, zip(*every, strict=True))
+    return n_bytes, n_words
 
 
 def perplexity_metrics(tally: Tally, size: tuple[int, int], protocol: Protocol) -> list[Metric]:

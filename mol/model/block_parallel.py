@@ -29,7 +29,6 @@ from mol.ops.collectives import all_to_all, enter_all, exchange, rank, sum_parts
 from mol.ops.dispatch import RoutePlan, added
 from mol.ops.grouped import as_operand
 
-
 TABLE, COUNT = 4, 8  # bytes of a position or a segment's length, and of a number of sequences
 
 

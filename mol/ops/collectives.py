@@ -7,6 +7,7 @@ Shape suffixes: N rows, M any width, E blocks, W ranks.
 """
 
 from collections import Counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,15 @@ def world() -> int:
 
 def rank() -> int:
     return dist.get_rank() if world() > 1 else 0
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """Every rank's small value, in the order of ranks. All ranks must call."""
+    if world() == 1:
+        return [value]
+    every = [None] * world()
+    dist.all_gather_object(every, value)
+    return every
 
 
 def mean_rows(x_NM: Tensor) -> Tensor:

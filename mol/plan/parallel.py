@@ -3,8 +3,8 @@
 Three ways: `ddp` and `fsdp2` as `mol.train.distributed` runs them, `blocks` as Appendix F places
 routed blocks (`mol.model.block_parallel`, by all-to-all). Weights, gradients and moments are
 counted from the model's own tensors, traffic from what the collectives are given; rows between
-placed blocks are those of even routing. Activations are counted on a CPU in fp32, where a layer keeps more than its
-kernels keep on a GPU, and halved for bf16. Times follow from the stated speeds.
+placed blocks are those of even routing. Activations are counted on a CPU in fp32, where a layer
+keeps more than its kernels keep on a GPU, and halved for bf16. Times follow from the stated speeds.
 """
 
 import argparse

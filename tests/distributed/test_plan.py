@@ -97,9 +97,7 @@ def rows_sent(routes, held):
     dist.all_gather_object(every, routes)
     first = sum(held[: rank()])
     for stage in range(len(routes)):
-        here = [
-            int(((r[stage] >= first) & (r[stage] < first + held[rank()])).sum()) for r in every
-        ]
+        here = [int(((r[stage] >= first) & (r[stage] < first + held[rank()])).sum()) for r in every]
         mine = here.pop(rank())
         yield {"out": routes[stage].numel() - mine, "back": sum(here)}
 
