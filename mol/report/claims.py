@@ -19,6 +19,7 @@ from mol.paper.printed import parse
 from mol.plan.experiments import Paper
 from mol.report.cost import needs
 from mol.report.crossover import first_that_stays, lengths_apart, steps_apart
+from mol.report.number import figure_text
 from mol.report.paired import Paired
 from mol.report.readings import Query, Reading, Runs, joined, pair_of, read
 from mol.report.verdicts import Z, mean_half_width, sample_sd
@@ -146,6 +147,9 @@ class Evaluator:
             for r in per_seed
             if r.low is not None and r.high is not None
         ]
+        if math.isinf(seeds) and errors:
+            alone = Z * math.hypot(*errors)
+            notes = [*notes, f"the text's sampling error alone is ± {figure_text(alone, 2)}"]
         half = math.hypot(seeds, Z * math.hypot(*errors), *ranges)
         machines = {reading.run["hardware"] for reading in readings}
         if first.run["kind"] == "bench" and len(machines) > 1:

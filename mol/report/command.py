@@ -38,11 +38,17 @@ def run(args: Namespace) -> int:
     source = Source(args.db)
     tables = write_tables(args.db, args.out)
     figures = write_figures(source, args.figures, paper)
+    plan = load_experiments(paper)
     extras = Extras(
         counts=_counts(paper / "counts.toml"),
         settings=ledger_rows(paper, source.table("effects")),
         protocols=protocol_rows(args.db, paper),
-        title=load_experiments(paper).title,
+        title=plan.title,
+        task_versions={
+            task: version
+            for experiment in plan.experiments.values()
+            for task, version in experiment.task_versions.items()
+        },
     )
     page = write_page(source, figures, extras, args.out)
     files = [*tables, page, *(path for figure in figures for path in (figure.svg, figure.png))]

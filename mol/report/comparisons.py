@@ -30,7 +30,7 @@ def comparison_rows(runs: Runs, plan: Paper) -> Iterator[dict[str, Any]]:
                         sides[slug] = read(runs, scale, query)[0]
                     except UserError:  # seeds of unlike tests: the cells' and claims' notes say so
                         continue
-                for one, other in combinations(sides, 2):
+                for other, one in combinations(sides, 2):  # as a rule MoL less a dense model
                     for seed in sorted(sides[one].keys() & sides[other].keys()):
                         pair = sides[one][seed], sides[other][seed]
                         yield {"scale": scale, "task": task, "metric": metric} | _row(

@@ -13,6 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from mol.base import canonical_json, write_atomic
+from mol.report.blocks import score_rows, text_rows
 from mol.report.captions import MEANING, hardware_of
 from mol.report.figures import Figure
 from mol.report.markup import TURNS
@@ -60,6 +61,7 @@ class Extras:
     settings: list[Row] = field(default_factory=list)
     protocols: list[Row] = field(default_factory=list)
     title: str = ""  # of the paper
+    task_versions: dict[str, str] = field(default_factory=dict)  # of the paper's harness
 
 
 def write_page(source: Source, figures: list[Figure], extras: Extras, out: Path) -> Path:
@@ -178,6 +180,9 @@ def _sections(
         tables = placed.pop(name, {})
         drawn = [figure for figure in figures if figure.spec.experiment == name]
         shown = list(dict.fromkeys(figure.spec.id for figure in drawn))
+        runs = [source.runs[run] for run in source.experiments.get(name, ())]
+        judging = [run for run in runs if run["status"] == "complete"]
+        own = {run["run_id"] for run in runs}
         drawn.sort(key=lambda figure: (shown.index(figure.spec.id), -SCALES.index(figure.scale)))
         sections.append(
             experiment
@@ -187,7 +192,11 @@ def _sections(
                 "figures": [(figure, _inline_svg(figure)) for figure in drawn],
                 "claims": _claims(source, name),
                 "settings": [row for row in extras.settings if name in row["experiments"]],
-                "runs": [source.runs[run] for run in source.experiments.get(name, ())],
+                "texts": text_rows(judging),
+                "scores": score_rows(judging, extras.task_versions),
+                "comparisons": [r for r in source.table("comparisons") if r["run_id"] in own],
+                "runs": runs,
+                "not_run": [r for r in source.table("not_run") if name in r["experiments"]],
             }
         )
     rest: dict[str, list[View]] = {}

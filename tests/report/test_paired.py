@@ -180,11 +180,11 @@ def test_every_two_models_are_compared_on_each_task(place):
     ((first, second, seed, value, stderr, p, n, note),) = place.ask(
         "SELECT condition, other, seed, value, stderr, p, n, note FROM comparisons"
     )
-    assert (first, second, seed, n) == ("dense-0p7b", "mol-2p08b", 42, 100)
-    assert value == pytest.approx(-0.15) and stderr == pytest.approx(math.sqrt(25 - 2.25) / 100)
+    assert (first, second, seed, n) == ("mol-2p08b", "dense-0p7b", 42, 100)
+    assert value == pytest.approx(0.15) and stderr == pytest.approx(math.sqrt(25 - 2.25) / 100)
     # twice the probability of 5 or fewer of 25 fair coins
     assert p == pytest.approx(2 * sum(math.comb(25, k) for k in range(6)) / 2**25)
-    assert "exact McNemar: 5 against 20" in note
+    assert "exact McNemar: 20 against 5" in note
 
 
 def test_at_proxy_scale_the_models_of_the_80m_experiment_stand_in(place):
