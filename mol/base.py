@@ -10,6 +10,7 @@ import os
 import reprlib
 import shutil
 import socket
+import stat
 import tempfile
 import time
 import tomllib
@@ -17,7 +18,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from mol.known import known_keys, meant
 
 # A part of a file's or folder's name, so it holds no separator and does not begin with a dot.
 Slug = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$", max_length=100)]
@@ -41,13 +44,39 @@ class Frozen(BaseModel):
 
 def one_line(error: ValidationError, source: str) -> UserError:
     """First problem of a pydantic error as a UserError that names `source` and the key."""
-    first = error.errors(include_url=False)[0]
+    problems = error.errors(include_url=False)
+    # A misspelled key is also a missing one: what it is spelled like helps more.
+    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     key = ".".join(str(part) for part in first["loc"]) or "the whole document"
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    # Bounded in depth and length: a few lines of YAML can spell a value of terabytes.
-    got = "" if first["type"] == "json_invalid" else f", got {reprlib.repr(first['input'])[:80]}"
-    message = f"{source}: {key}: {first['msg']}{got}{more}"
-    return UserError(" ".join(message.split()))
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    what, got = first["msg"], f", got {shown(first['input'])}"
+    if first["type"] == "json_invalid":
+        got = ""
+    elif first["type"] == "extra_forbidden":
+        known = known_keys(Frozen, error.title, first["loc"])
+        what, got = f"unknown key; {meant(str(first['loc'][-1]), known)}", ""
+    return UserError(" ".join(f"{source}: {key}: {what}{got}{more}".split()))
+
+
+def shown(value: Any) -> str:
+    """A value in a message, bounded in depth and length: a few lines of YAML can spell a value of
+    terabytes, and Python refuses to write out a number of many thousand digits."""
+    try:
+        return reprlib.repr(value)[:80]
+    except ValueError:
+        return "a number of thousands of digits"
+
+
+def checked(kind: Any, raw: Any, source: Path | str) -> Any:
+    """A document that people write, as `kind`: a model or a TypeAdapter. Raises UserError naming
+    `source` and the key; text or true where a number belongs is refused, not read as one."""
+    adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
+    try:
+        return adapter.validate_json(json.dumps(raw), strict=True)
+    except ValidationError as error:
+        raise one_line(error, str(source)) from None
+    except (TypeError, ValueError) as error:  # of YAML and TOML: dates, endless numbers
+        raise UserError(f"{source}: {reason_of(error)}") from None
 
 
 def canonical_json(value: Any) -> str:
@@ -62,21 +91,39 @@ def digest(value: Any, length: int = 8) -> str:
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()[:length]
 
 
+def regular(path: Path) -> Path:
+    """`path`, if it is a file. Raises UserError for what is none: a library that opens a pipe or a
+    device waits, or reads, without end."""
+    path = Path(path)
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise UserError(f"{path}: {reason_of(error)}; correct the path") from None
+    if stat.S_ISDIR(mode):
+        raise UserError(f"{path}: is a folder; name a file")
+    if not stat.S_ISREG(mode):
+        raise UserError(f"{path}: is a device or a pipe; name a file")
+    return path
+
+
 def sha256_file(path: Path) -> str:
     """SHA-256 of a file's content as 64 hex digits."""
-    with open(path, "rb") as handle:
+    with open(regular(path), "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, largest: int = LARGEST) -> str:
     """The text of a small file of ours. OSError, or ValueError for what is none: a device, a pipe
     or a download would be read without end."""
     path = Path(path)
     if path.exists() and not path.is_file() and not path.is_dir():
         raise ValueError("is no regular file")
-    if path.exists() and path.stat().st_size > LARGEST:
-        raise ValueError(f"is larger than {LARGEST >> 20} MiB")
-    return path.read_text("utf-8")
+    if path.exists() and path.stat().st_size > largest:
+        raise ValueError(f"is larger than {largest >> 20} MiB")
+    try:
+        return path.read_text("utf-8-sig")  # some editors begin a file with a byte order mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}; convert the file to UTF-8") from None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -85,6 +132,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(read_text(path))
     except RecursionError:
         raise UserError(f"{path}: nested too deeply; write it flat") from None
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; correct the path, or write the file") from None
     except (OSError, ValueError) as error:  # what is no UTF-8 or no TOML, or no name of a file
         raise UserError(f"{path}: {reason_of(error)}") from None
 
@@ -98,6 +147,8 @@ def read_json(path: Path) -> Any:
         return found
     except RecursionError:
         raise UserError(f"{path}: nested too deeply to be one of ours") from None
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; correct the path") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {reason_of(error)}") from None
 
@@ -128,8 +179,11 @@ def visible(message: str) -> str:
 @contextlib.contextmanager
 def whole(target: Path) -> Iterator[Path]:
     """A path beside `target` to write to. At the end it is synced and takes `target`'s place; a
-    writer that fails or is killed leaves `target` as it was. UserError where the disk refuses."""
+    writer that fails or is killed leaves `target` as it was. UserError where the disk refuses, or
+    where `target` is a folder."""
     target = Path(target)
+    if target.is_dir() and not target.is_symlink():
+        raise UserError(f"{target}: is a folder; name a file")
     with _beside(target, tempfile.mkstemp) as part:
         yield part
         with open(part, "rb+") as stream:
@@ -153,6 +207,9 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 @contextlib.contextmanager
 def _beside(target: Path, make: Callable[..., tuple[int | None, str]]) -> Iterator[Path]:
     """What `make` makes, locked while its maker lives. What killed makers left is removed."""
+    if target.exists() and not (target.is_file() or target.is_dir() or target.is_symlink()):
+        # A rename would put a file in the place of /dev/null.
+        raise UserError(f"{target}: is a device or a pipe; name a file or folder of its own")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         for remains in target.parent.glob(f".{glob.escape(target.name)}.*"):
@@ -173,8 +230,13 @@ def _beside(target: Path, make: Callable[..., tuple[int | None, str]]) -> Iterat
             _remove(Path(name))
             os.close(handle)
     except OSError as error:
+        reason = (
+            "a part of its path is a file"
+            if isinstance(error, FileExistsError)
+            else reason_of(error)
+        )
         raise UserError(
-            f"{target}: cannot be written ({reason_of(error)}); what was there is kept. Free space "
+            f"{target}: cannot be written ({reason}); what was there is kept. Free space "
             "or permit writing, then give the same command again"
         ) from None
 

@@ -10,6 +10,7 @@ import sys
 import pydantic
 
 from mol.base import UserError, one_line, reason_of, visible
+from mol.known import nearest
 
 # name -> (module with configure(parser) and run(args), one-line help)
 COMMANDS = {
@@ -41,36 +42,32 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {visible(message)}; see {self.prog} --help\n")
 
+    def parse_known_args(self, args=None, namespace=None):
+        """The command itself says which of its options was meant, not `mol`, which knows none."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            near = nearest(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{near and f'; {near}'}")
+        return found, unknown
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand; returns its exit code, 2 for bad input with one line on stderr."""
     argv = sys.argv[1:] if argv is None else argv
-    for stream in (sys.stdout, sys.stderr):  # names of files need not be text, nor terminals UTF-8
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-    parser = Parser(prog="mol", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = next((word for word in argv if not word.startswith("-")), None)
-    for name, (module, summary) in COMMANDS.items():
-        sub = commands.add_parser(name, help=summary, description=summary)
-        if name == chosen:
-            importlib.import_module(module).configure(sub)
-    if any("\0" in word for word in argv):
-        parser.error("an argument holds the character NUL")
-    args = parser.parse_args(argv)
+    name = f"mol {chosen}" if chosen in COMMANDS else "mol"
+    _make_printable()
     try:
-        code = importlib.import_module(COMMANDS[args.command][0]).run(args) or 0
-        sys.stdout.flush()
-        return code
+        return _run(argv, chosen)
     except pydantic.ValidationError as error:
         message = str(one_line(error, error.title))
     except UserError as error:
         message = str(error)
     except BrokenPipeError:  # `mol plan | head`: the reader has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_output()
         return 0
     except OSError as error:
-        message = ": ".join(filter(None, (str(error.filename or ""), reason_of(error))))
+        message = f"{error.filename or 'output'}: {reason_of(error)}"
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not NO_MEMORY.search(str(error)):
             raise
@@ -82,10 +79,52 @@ def main(argv: list[str] | None = None) -> int:
             f"the database is damaged or of an older code ({reason_of(error)[:300]}); {REBUILD}"
         )
     except KeyboardInterrupt:
-        print(f"mol {args.command}: interrupted; the same command goes on", file=sys.stderr)
+        print(f"{name}: interrupted; the same command goes on", file=sys.stderr)
         return 130
-    print(f"mol {args.command}: {visible(message)}", file=sys.stderr)
+    print(f"{name}: {visible(message)}", file=sys.stderr)
     return 2
+
+
+def _run(argv: list[str], chosen: str | None) -> int:
+    parser = Parser(prog="mol", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, summary) in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, description=summary)
+        if name == chosen:
+            importlib.import_module(module).configure(sub)
+    if "" in argv or any("\0" in word for word in argv):
+        raise UserError("an argument is empty or holds the character NUL; correct it")
+    try:
+        args = parser.parse_args(argv)
+        return importlib.import_module(COMMANDS[args.command][0]).run(args) or 0
+    finally:
+        _flush()
+
+
+def _make_printable() -> None:
+    """Names of files need not be text, nor terminals UTF-8; and output may be closed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, it lasts as long as we do
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _flush() -> None:
+    """Say here, not at exit, that the output could not be written."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _give_up_output()
+        raise UserError(f"standard output: cannot be written ({reason_of(error)})") from None
+
+
+def _give_up_output() -> None:
+    """Nothing is left to be flushed at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mol.base import UserError
+from mol.base import UserError, alone
 from mol.plan.build import Planned, plan
 from mol.plan.select import RESULTS, add_scale_arguments, chosen_config, run_folder, selected_spec
 from mol.plan.spec import BenchSpec, TrainSpec
@@ -94,9 +94,10 @@ def run(args: argparse.Namespace) -> int:
     spec = _adjusted(args) if args.program else _planned(args)
     if args.threads:
         torch.set_num_threads(args.threads)
-    record = execute(spec)
     folder = run_folder(args.results, spec)
-    save_record(folder, record)
+    with alone(folder / ".lock", "runs this benchmark"):  # refused before it is timed, not after
+        record = execute(spec)
+        save_record(folder, record)
     if args.json:
         print(record.model_dump_json(indent=1))
     else:

@@ -1,13 +1,24 @@
 """Arguments of the benchmark programs (no torch here). Models are given as configurations."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from mol.base import Frozen
 from mol.model.config import Count, ModelConfig
 
 Device = Literal["auto", "cpu", "cuda"]
+T = TypeVar("T")
+
+
+def _each_once(values: tuple) -> tuple:
+    if len(set(values)) < len(values):
+        raise ValueError("a value stands twice; leave one")
+    return values
+
+
+# What is timed one after the other: each figure must have a label of its own.
+Several = Annotated[tuple[T, ...], Field(min_length=1), AfterValidator(_each_once)]
 
 
 class Timed(Frozen):
@@ -15,7 +26,7 @@ class Timed(Frozen):
 
     device: Device = "auto"
     dtype: Literal["fp32", "bf16"] = "fp32"
-    warmup: int = Field(2, ge=0)
+    warmup: int = Field(2, ge=0, le=2**24)
     repeats: Count = 5
 
 
@@ -30,8 +41,8 @@ class PrefillBench(Timed):
 
     program: Literal["prefill"] = "prefill"
     models: dict[str, ModelConfig]
-    lengths: tuple[Count, ...]
-    paths: tuple[Literal["one_pass", "loop", "batched"], ...] = ("one_pass",)
+    lengths: Several[Count]
+    paths: Several[Literal["one_pass", "loop", "batched"]] = ("one_pass",)
     run_as: Literal["paper", "fastest"] = "fastest"
 
 
@@ -41,7 +52,7 @@ class DecodeBench(Timed):
 
     program: Literal["decode"] = "decode"
     models: dict[str, ModelConfig]
-    contexts: tuple[Count, ...]
+    contexts: Several[Count]
     batch_size: Count = 1
 
 
@@ -53,7 +64,7 @@ class AttentionBench(Timed):
     n_heads: Count
     d_ff: Count
     batch_size: Count
-    lengths: tuple[Count, ...]
+    lengths: Several[Count]
 
 
 class DispatchCase(Frozen):
@@ -77,7 +88,7 @@ class DispatchBench(Timed):
     d_thin: Count
     n_heads: Count
     d_ff: Count
-    cases: tuple[DispatchCase, ...]
+    cases: Several[DispatchCase]
     seq_len: Count
     batch_size: Count
     n_layers: Count | None = None

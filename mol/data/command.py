@@ -5,9 +5,7 @@ import json
 from pathlib import Path
 from typing import get_args
 
-import pydantic
-
-from mol.base import UserError, one_line, read_json
+from mol.base import UserError, checked, read_json
 from mol.data.config import Corpus, DataSpec
 from mol.data.meta import CorpusMeta
 from mol.data.packing import prepare
@@ -28,6 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.list:
+        if args.spec or args.out or args.corpus:
+            raise UserError("--list lists what there is; leave --spec, --out and --corpus out")
         _list(args.json)
         return 0
     if bool(args.spec) != bool(args.out):
@@ -47,10 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def read_spec(path: Path) -> DataSpec:
     """A DataSpec from a JSON file; UserError naming the file and the key."""
-    try:
-        return DataSpec.model_validate(read_json(path))
-    except pydantic.ValidationError as error:
-        raise one_line(error, str(path)) from None
+    return checked(DataSpec, read_json(path), path)
 
 
 def _planned(args: argparse.Namespace) -> list[tuple[DataSpec, Path]]:

@@ -25,7 +25,7 @@ import torch
 from lm_eval.evaluator import evaluate
 from tokenizers import Tokenizer
 
-from mol.base import Frozen, UserError, write_atomic
+from mol.base import Frozen, UserError, read_text, write_atomic
 from mol.evaluate.adapter import HarnessModel
 from mol.evaluate.item_sources import hub_commit
 from mol.evaluate.scoring import Scorer
@@ -119,8 +119,8 @@ def wikitext_rows(path: Path | None) -> list[str]:
     if path is None:
         return _hub_rows(WIKITEXT)
     try:
-        lines = path.read_text("utf-8").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path).splitlines(keepends=True)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a readable text file ({_reason(error)})") from None
     rows = [line if line.strip() else "" for line in lines]
     if not any(rows):
@@ -148,12 +148,12 @@ def lambada_texts(path: Path | None) -> list[str]:
         return _hub_rows(LAMBADA)
     texts = []
     try:
-        for line in path.read_text("utf-8").splitlines():
+        for line in read_text(path).splitlines():
             row = json.loads(line)
             texts.append(
                 row["text"] if "text" in row else f"{row['context']} {row['continuation']}"
             )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise UserError(
             f"{path}: line {len(texts) + 1}: needs text, or context and continuation ({error})"
         ) from None
@@ -205,6 +205,9 @@ def calibrate(
     Raises UserError for a folder or file of one's own that is wrong.
     """
     missing, rows, name = [], [], source
+    # A file of one's own that is wrong is told before a model is loaded.
+    own = wikitext_rows(text) if text else None
+    passages = lambada_texts(lambada) if lambada else None
     try:
         gpt2, tokenizer, name = load_gpt2(source)
     except UserError as error:
@@ -220,20 +223,20 @@ def calibrate(
     )
     model = HarnessModel(scorer, tokenizer, prefix_token=gpt2.config.eos_token_id)
     try:
-        wikitext = wikitext_rows(text)
+        wikitext = own or wikitext_rows(None)
         ids = tokenizer.encode("\n\n".join(wikitext), add_special_tokens=False).ids
         rows.append(_row("token_1024", "ppl/token", *token_perplexity(scorer, ids)))
         words = word_perplexity(model, wikitext_pages(wikitext))
         rows.append(_row("word_rolling", "ppl/word", *words))
     except UserError as error:
-        if text:
+        if own:
             raise
         missing.append(str(error))
     try:
-        texts = lambada_texts(lambada)
+        texts = passages or lambada_texts(None)
         rows.append(_row("lambada_openai", "fraction", last_words(model, texts), len(texts)))
     except UserError as error:
-        if lambada:
+        if passages:
             raise
         missing.append(str(error))
     return _outcome(name, device, missing, rows)

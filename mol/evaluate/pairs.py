@@ -15,11 +15,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pydantic
 
-from mol.base import Frozen, UserError, one_line, write_atomic
+from mol.base import Frozen, UserError, one_line, reason_of, write_atomic
+from mol.evaluate.items import read_parquet
 from mol.evaluate.scoring import Ids, Pair, Score, Scorer
 from mol.store.record import Hardware, Provenance
 
+AGAIN = "write it again with `mol zeroshot pairs`"
 HEAD = b"mol"  # key of the file's head in the metadata of its schema
+IDS = pa.list_(pa.int32())
+ASKED = pa.schema([("context", IDS), ("options", pa.list_(IDS))])
+SCORED = ASKED.append(pa.field("nats", pa.list_(pa.float64()))).append(
+    pa.field("greedy", pa.list_(pa.bool_()))
+)
 
 
 class Head(Frozen):
@@ -67,7 +74,7 @@ class Answers:
             raise one_line(error, str(path)) from None
         self.path, self.max_length, self.cut = path, self.head.max_length, self.head.cut
         self._known: dict[Pair, Score] = {}
-        for row in table.to_pylist():
+        for row in _rows(path, table, SCORED):
             context = tuple(row["context"])
             for option, nats, greedy in zip(
                 row["options"], row["nats"], row["greedy"], strict=True
@@ -89,18 +96,19 @@ def write_pairs(path: Path, pairs: Sequence[Pair], head: Head) -> int:
     of_context: dict[Ids, dict[Ids, None]] = defaultdict(dict)
     for context, option in pairs:
         of_context[context][option] = None
-    ids = pa.list_(pa.int32())
     columns = {
-        "context": pa.array(list(of_context), ids),
-        "options": pa.array([list(options) for options in of_context.values()], pa.list_(ids)),
+        "context": list(of_context),
+        "options": [list(options) for options in of_context.values()],
     }
-    _write(path, pa.table(columns), head)
+    _write(path, pa.table(columns, ASKED), head)
     return len(of_context)
 
 
-def score_file(pairs: Path, scorer: Scorer, tokenizer_sha256: str) -> tuple[pa.Table, Head]:
-    """The table of `pairs` with the columns nats and greedy. Raises UserError when the pairs were
-    cut by another tokenizer than the model's."""
+def score_file(
+    pairs: Path, scorer: Scorer, tokenizer_sha256: str, vocab_size: int
+) -> tuple[pa.Table, Head]:
+    """The table of `pairs` with the columns nats and greedy. Raises UserError when the file is
+    damaged, or its pairs were cut by another tokenizer than the model's."""
     table, raw = _read(pairs)
     try:
         head = Head.model_validate_json(raw)
@@ -111,8 +119,13 @@ def score_file(pairs: Path, scorer: Scorer, tokenizer_sha256: str) -> tuple[pa.T
             f"{pairs}: cut by tokenizer {head.tokenizer_sha256[:12]}, the model's is "
             f"{tokenizer_sha256[:12]}; write the pairs with the model's tokenizer"
         )
-    rows = table.to_pylist()
+    rows = _rows(pairs, table, ASKED)
     asked = [(row["context"], option) for row in rows for option in row["options"]]
+    largest = max((max(*context, *option) for context, option in asked), default=0)
+    if largest >= vocab_size:
+        raise UserError(
+            f"{pairs}: token {largest} is beyond the model's vocabulary of {vocab_size}; {AGAIN}"
+        )
     scores = iter(scorer.score(asked))
     of_row = [[next(scores) for _ in row["options"]] for row in rows]
     nats = pa.array([[value for value, _ in row] for row in of_row], pa.list_(pa.float64()))
@@ -133,11 +146,26 @@ def _write(path: Path, table: pa.Table, head: Head) -> None:
 
 
 def _read(path: Path) -> tuple[pa.Table, bytes]:
-    try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowException):
-        raise UserError(f"{path}: absent or not readable as parquet") from None
+    table = read_parquet(path)
     head = (table.schema.metadata or {}).get(HEAD)
     if head is None:
         raise UserError(f"{path}: no file of pairs; write one with `mol zeroshot pairs`")
     return table, head
+
+
+def _rows(path: Path, table: pa.Table, schema: pa.Schema) -> list[dict]:
+    """The rows as lists. Raises UserError for other columns, and for a row that is no request."""
+    try:
+        rows = table.select(schema.names).cast(schema).to_pylist()
+    except (KeyError, pa.ArrowException) as error:
+        raise UserError(f"{path}: {reason_of(error)}; {AGAIN}") from None
+    for number, row in enumerate(rows):
+        parts = [row["context"], row["options"], *(row["options"] or ())]
+        ids = [id for part in (row["context"], *(row["options"] or ())) for id in part or ()]
+        whole = all(parts) and all(id is not None and id >= 0 for id in ids)
+        of_options = [row[name] for name in schema.names if name not in ASKED.names]
+        if not whole or any(
+            None in (v or [None]) or len(v) != len(row["options"]) for v in of_options
+        ):
+            raise UserError(f"{path}: row {number} is no request; {AGAIN}")
+    return rows

@@ -36,6 +36,8 @@ def open_run(spec: ZeroShotSpec, results: Path) -> Trained:
     """The run that `spec` names. Raises UserError when it or its corpus is absent, or its tokenizer
     is another one than the corpus was prepared with."""
     folder = results / "runs" / spec.scale / spec.train_run
+    if not (folder / "record.json").exists():
+        raise UserError(f"{folder}: not trained yet; mol train --run {spec.train_run}")
     trained = load_record(folder / "record.json").spec
     if not isinstance(trained, TrainSpec):
         raise UserError(f"{folder}: holds a {trained.kind} run, zero-shot needs a trained model")

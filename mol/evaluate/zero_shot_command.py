@@ -8,7 +8,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mol.base import UserError
+from mol.base import UserError, alone
 from mol.plan.select import RESULTS, add_run_arguments, run_folder, selected_spec
 
 ITEMS = RESULTS / "data" / "zero_shot"
@@ -110,8 +110,8 @@ def _offline() -> None:
 def _threads(args: argparse.Namespace) -> None:
     if args.threads is None:
         return
-    if args.threads < 1:
-        raise UserError(f"--threads {args.threads}: must be at least 1")
+    if not 1 <= args.threads <= 1024:
+        raise UserError(f"--threads {args.threads}: must be from 1 to 1,024")
     import torch
 
     torch.set_num_threads(args.threads)
@@ -125,15 +125,17 @@ def _run(args: argparse.Namespace) -> int:
     from mol.train.environment import pick_device
 
     items = args.items or args.results / "data" / "zero_shot"
-    record = execute(
-        spec,
-        args.results,
-        items,
-        run_folder(args.results, spec),
-        pick_device(args.device),
-        args.progress,
-        args.answers,
-    )
+    folder = run_folder(args.results, spec)
+    with alone(folder / ".lock", "scores this run"):  # refused before hours of scoring, not after
+        record = execute(
+            spec,
+            args.results,
+            items,
+            folder,
+            pick_device(args.device),
+            args.progress,
+            args.answers,
+        )
     if args.json:
         print(record.model_dump_json(indent=1))
         return 0
@@ -230,7 +232,8 @@ def _score(args: argparse.Namespace) -> int:
     began, clock = datetime.now(UTC), time.monotonic()
     trained = open_run(spec, args.results)
     scorer = load_scorer(trained, spec.max_length, device, args.progress)
-    table, head = score_file(args.pairs, scorer, trained.meta.tokenizer_sha256)
+    sha256, vocab_size = trained.meta.tokenizer_sha256, trained.spec.model.vocab_size
+    table, head = score_file(args.pairs, scorer, sha256, vocab_size)
     seconds = time.monotonic() - clock
     answers = AnswerHead(
         **head.model_dump(),

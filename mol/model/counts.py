@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import nn
 
-from mol.base import Frozen, UserError, one_line, read_toml
+from mol.base import Frozen, UserError, checked, one_line, read_toml
 from mol.model.config import Layer, ModelConfig, SplitLayer
 from mol.model.split_stage import SplitStage
 from mol.model.transformer import LanguageModel
@@ -157,10 +157,7 @@ def paper_rows(path: Path = PAPER / "counts.toml") -> list[dict]:
 
 def config_rows(path: Path) -> list[dict]:
     """Total and active counts of one model whose configuration is the TOML file at `path`."""
-    try:
-        config = ModelConfig(**read_toml(path))
-    except pydantic.ValidationError as error:
-        raise one_line(error, str(path)) from None
+    config = checked(ModelConfig, read_toml(path), path)
     rules: tuple[Rule, ...] = ("total", "active_with_delta_extras", "active_without_delta_extras")
     return [
         {

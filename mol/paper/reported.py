@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pydantic
 
-from mol.base import Frozen, UserError, read_toml
+from mol.base import Frozen, UserError, read_text, read_toml, reason_of
 from mol.paper.cell import Cell
 
 PAPER = Path(__file__).parent
@@ -31,9 +31,9 @@ class Paper(Frozen):
 
 def _reader(path: Path):
     try:
-        return csv.DictReader(path.read_text("utf-8").splitlines(keepends=True))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as CSV ({error})") from None
+        return csv.DictReader(read_text(path).splitlines(keepends=True))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as CSV ({reason_of(error)})") from None
 
 
 def _rows(path: Path, rows: csv.DictReader):

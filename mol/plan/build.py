@@ -7,8 +7,18 @@ import pydantic
 import yaml
 from pydantic import Field
 
-from mol.base import FileName, Frozen, Size, UserError, one_line, read_text, reason_of
+from mol.base import (
+    FileName,
+    Frozen,
+    Size,
+    UserError,
+    checked,
+    one_line,
+    read_text,
+    reason_of,
+)
 from mol.data.config import Corpus, Source
+from mol.known import nearest
 from mol.model.config import ModelConfig
 from mol.plan.experiments import PAPER, Paper, load_experiments
 from mol.plan.scale import smoke_model, train_spec
@@ -16,6 +26,7 @@ from mol.plan.spec import BenchSpec, RunSpec, ScaleName, TrainSpec, ZeroShotSpec
 
 # Smoke scores a fixed handful of items, the first of each task (a subject, for MMLU).
 ZERO_SHOT_LIMIT = {"smoke": 8, "proxy": None, "paper": None}
+LONGEST = 1 << 20  # bytes of a configuration, which the parser reads for seconds a megabyte
 ZERO_SHOT_LENGTH = {"smoke": 512, "proxy": 2048, "paper": 2048}
 
 
@@ -39,7 +50,8 @@ class Planned(Frozen):
 
 
 class _PlainYaml(yaml.SafeLoader):
-    """Refuses aliases, by which few lines spell terabytes, and keys that stand twice."""
+    """Refuses aliases and merged keys, by which few lines spell terabytes or hide what holds, and
+    keys that stand twice."""
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
@@ -48,6 +60,8 @@ class _PlainYaml(yaml.SafeLoader):
 
     def construct_mapping(self, node, deep=False):
         keys = [key.value for key, _ in node.value]
+        if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+            raise yaml.YAMLError("merged keys (<<) are refused; write them out")
         if twice := [key for key in keys if keys.count(key) > 1]:
             raise yaml.YAMLError(f"key {twice[0]!r} stands twice; leave one")
         return super().construct_mapping(node, deep)
@@ -56,9 +70,12 @@ class _PlainYaml(yaml.SafeLoader):
 def _read_yaml(path: Path) -> Any:
     """The value in a YAML file. Raises UserError naming the file."""
     try:
-        return yaml.load(read_text(path), _PlainYaml)
+        return yaml.load(read_text(path, LONGEST), _PlainYaml)
     except RecursionError:
         raise UserError(f"{path}: nested too deeply; write it flat") from None
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1
+        raise UserError(f"{path}: line {line}: {error.problem}; correct the YAML there") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path}: {reason_of(error)}") from None
 
@@ -69,11 +86,8 @@ def read_config(source: Path | dict[str, Any]) -> Config:
     Raises UserError naming the file and the key.
     """
     name = str(source) if isinstance(source, Path) else "config"
-    try:
-        raw = _read_yaml(source) if isinstance(source, Path) else source
-        return Config.model_validate({} if raw is None else raw)
-    except pydantic.ValidationError as error:
-        raise one_line(error, name) from None
+    raw = _read_yaml(source) if isinstance(source, Path) else source
+    return checked(Config, {} if raw is None else raw, name)
 
 
 def _bench(name: str, scale: ScaleName, folder: Path) -> BenchSpec:
@@ -176,8 +190,9 @@ def find_run(name: str, scale: ScaleName, config: Config | None = None, kind: st
         return found[0]
     what = f"{kind} run" if kind else "run"
     if not found:
+        near = nearest(name, {run.spec.condition for run in runs} | {run.run_id for run in runs})
         raise UserError(
-            f"no {what} {name!r} at scale {scale}; `mol plan --scale {scale}` lists them"
+            f"no {what} {name!r} at scale {scale}; {near} `mol plan --scale {scale}` lists them"
         )
     options = ", ".join(run.run_id for run in found)
     raise UserError(f"{name!r} names {len(found)} runs at scale {scale}; choose one of {options}")

@@ -9,6 +9,8 @@ from mol.plan.build import Planned, plan
 from mol.plan.experiments import load_experiments
 from mol.plan.select import RESULTS, add_scale_arguments, chosen_config
 
+GPU = {"bandwidth": 450.0, "tflops": 400.0, "memory": 141.0}  # of --parallel, where not given
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_scale_arguments(parser)
@@ -28,9 +30,9 @@ def add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("one run on several GPUs")
     group.add_argument("--parallel", type=int, metavar="N", help="plan --run on N GPUs")
     group.add_argument("--run", metavar="NAME", help="run_id or condition to plan on them")
-    group.add_argument("--bandwidth", type=float, default=450.0, metavar="GB/S", help="sent by one")
-    group.add_argument("--tflops", type=float, default=400.0, help="of one GPU, as reached")
-    group.add_argument("--memory", type=float, default=141.0, metavar="GB", help="of one GPU")
+    group.add_argument("--bandwidth", type=float, metavar="GB/S", help="sent by one; default: 450")
+    group.add_argument("--tflops", type=float, help="of one GPU, as reached; default: 400")
+    group.add_argument("--memory", type=float, metavar="GB", help="of one GPU; default: 141")
 
 
 def row(planned: Planned) -> dict:
@@ -65,9 +67,13 @@ def run(args: argparse.Namespace) -> int:
     if args.parallel is not None:
         from mol.plan.parallel import run as plan_parallel
 
+        for name, value in GPU.items():
+            if getattr(args, name) is None:
+                setattr(args, name, value)
         return plan_parallel(args)
-    if args.run is not None:
-        raise UserError("--run plans one run on several GPUs: add --parallel N")
+    for name in ("run", *GPU):
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name} plans one run on several GPUs: add --parallel N")
     config = chosen_config(args)
     runs = plan(config.scale, config)
     if args.experiment is not None:

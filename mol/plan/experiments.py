@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pydantic
 from pydantic import Field
 
-from mol.base import Frozen, Size, Slug, UserError, one_line, read_toml
+from mol.base import Frozen, Size, Slug, UserError, checked, one_line, read_toml
 from mol.data.config import Corpus, PackedLayout, PaddedLayout
 from mol.model.config import ModelConfig
 from mol.plan.spec import OptimSpec, Seed
@@ -123,10 +123,7 @@ def _load(folder: Path, stamps: tuple) -> Paper:
         raise UserError(
             f"{folder / 'experiments.toml'}: {twice[0]} stands in conditions.toml too; leave one"
         )
-    try:
-        paper = Paper.model_validate(conditions | experiments)
-    except pydantic.ValidationError as error:
-        raise one_line(error, str(folder)) from None
+    paper = checked(Paper, conditions | experiments, folder)
     for slug in paper.conditions:
         try:
             paper.model(slug)

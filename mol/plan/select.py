@@ -1,12 +1,12 @@
 """How a command line names a run: a specification file, or a run of the plan."""
 
 import argparse
+import os
 from pathlib import Path
 
-import pydantic
 from pydantic import TypeAdapter
 
-from mol.base import UserError, one_line, read_json
+from mol.base import UserError, checked, read_json
 from mol.plan.build import Config, find_run, read_config
 from mol.plan.spec import RunSpec, ScaleName
 
@@ -40,7 +40,8 @@ def chosen_config(args: argparse.Namespace) -> Config:
     Raises UserError when the named file is absent or wrong.
     """
     default = Path("config/config.yaml")
-    path = args.config or (default if default.is_file() else None)
+    # A link to nothing or a folder of this name is a mistake to be told, not the default.
+    path = args.config or (default if os.path.lexists(default) else None)
     config = read_config(path) if path else Config()
     return config.model_copy(update={"scale": args.scale}) if args.scale else config
 
@@ -48,11 +49,10 @@ def chosen_config(args: argparse.Namespace) -> Config:
 def read_spec(path: Path) -> RunSpec:
     """A specification file. Raises UserError naming the file and the key."""
     try:
-        return RUN_SPEC.validate_python(read_json(path))
+        raw = read_json(path)
     except UserError as error:
         raise UserError(f"{error}; give a specification as in results/specs") from None
-    except pydantic.ValidationError as error:
-        raise one_line(error, str(path)) from None
+    return checked(RUN_SPEC, raw, path)
 
 
 def selected_spec(args: argparse.Namespace, kind: str) -> RunSpec:

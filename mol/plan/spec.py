@@ -68,6 +68,12 @@ class TrainSpec(Frozen):
                 f"model.vocab_size = {self.model.vocab_size} is below the tokenizer's "
                 f"{self.data.vocab_size}"
             )
+        layout = self.data.layout
+        if layout.kind == "padded" and self.seq_len != layout.chunk - 1:
+            raise ValueError(
+                f"seq_len = {self.seq_len}: rows of {layout.chunk} tokens (data.layout.chunk) give "
+                f"{layout.chunk - 1}"
+            )
         return self
 
     @property

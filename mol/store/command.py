@@ -9,7 +9,7 @@ from pathlib import Path
 
 import duckdb
 
-from mol.base import UserError
+from mol.base import UserError, read_text, reason_of
 from mol.plan.experiments import PAPER
 from mol.store.export import connect, difference, digests, export
 
@@ -84,9 +84,9 @@ def _print(report: dict, as_json: bool) -> None:
 def _statement(sql: str) -> str:
     if sql.endswith(".sql"):
         try:
-            sql = Path(sql).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{sql}: {error}") from None
+            return read_text(Path(sql))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{sql}: {reason_of(error)}") from None
     return sql
 
 

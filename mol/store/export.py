@@ -6,7 +6,7 @@ from pathlib import Path
 
 import duckdb
 
-from mol.base import UserError, sha256_file
+from mol.base import UserError, reason_of, sha256_file, whole
 
 
 def connect(db_path: Path) -> duckdb.DuckDBPyConnection:
@@ -32,20 +32,27 @@ def table_names(database: duckdb.DuckDBPyConnection) -> list[str]:
 def export(db_path: Path, folder: Path, file_format: str) -> list[Path]:
     """One csv or parquet file a table, rows ordered by all columns: equal content, equal bytes."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     options = {"csv": "FORMAT csv, HEADER", "parquet": "FORMAT parquet, COMPRESSION zstd"}
     paths = []
     with connect(db_path) as database:
         database.execute("SET threads = 1")  # several writers would cut row groups unevenly
         for name in table_names(database):
             path = folder / f"{name}.{file_format}"
-            target = str(path).replace("'", "''")
-            database.execute(
-                f'COPY (SELECT * FROM "{name}" ORDER BY ALL) '
-                f"TO '{target}' ({options[file_format]})"
-            )
+            with whole(path) as part:
+                _copy(database, name, part, options[file_format])
             paths.append(path)
     return paths
+
+
+def _copy(database: duckdb.DuckDBPyConnection, name: str, part: Path, options: str) -> None:
+    """OSError where the disk refuses the file; other errors are the database's."""
+    target = str(part).replace("'", "''")
+    try:
+        database.execute(f"COPY (SELECT * FROM \"{name}\" ORDER BY ALL) TO '{target}' ({options})")
+    except duckdb.IOException as error:
+        if part.name not in str(error):
+            raise
+        raise OSError(reason_of(error)) from None
 
 
 def digests(paths: list[Path]) -> dict[str, str]:

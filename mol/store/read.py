@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from mol.base import UserError, canonical_json, visible
+from mol.base import UserError, canonical_json, reason_of, visible
 from mol.store.matrix import MATRIX, Matrix, load_matrix
 from mol.store.record import Record, load_record
 from mol.store.samples import SAMPLES, read_samples
@@ -49,8 +49,11 @@ class Refusal:
 
 def _folders(root: Path) -> Iterator[Path | Refusal]:
     """Folders with a record below `root`, in a stable order. What lies elsewhere is not followed:
-    a linked folder is refused by name."""
-    for place, subfolders, files in os.walk(root):
+    a linked folder, or one that cannot be read, is refused by name."""
+    if root.exists() and not root.is_dir():
+        raise UserError(f"{root}: is no folder; name the one that holds the runs")
+    unread: list[OSError] = []
+    for place, subfolders, files in os.walk(root, onerror=unread.append):
         subfolders.sort()
         folder = Path(place)
         for name in subfolders:
@@ -58,6 +61,9 @@ def _folders(root: Path) -> Iterator[Path | Refusal]:
                 yield _refusal(root, folder / name, LINK)
         if "record.json" in files or "record.json" in subfolders:
             yield folder
+    for error in unread:
+        if os.path.lexists(error.filename):  # a results folder that is not there holds no run
+            yield _refusal(root, Path(error.filename), f"{reason_of(error)}; make it readable")
 
 
 def _refusal(root: Path, path: Path, reason: str) -> Refusal:

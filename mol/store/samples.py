@@ -20,7 +20,7 @@ def read_samples(path: Path) -> pa.Table:
     """One row an item. Raises UserError when the file is broken or scores an item twice."""
     again = "delete the folder to rerun"
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
             table = file.read(columns=ITEMS.names).select(ITEMS.names).cast(ITEMS)
     except (OSError, KeyError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())

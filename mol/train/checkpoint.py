@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from mol.base import UserError, whole
+from mol.base import UserError, regular, whole
 from mol.ops.collectives import rank
 from mol.train.distributed import gathered
 
@@ -39,6 +39,7 @@ def load_state(folder: Path, run_id: str, code_sha256: str | None = None) -> dic
     if not path.exists():
         return None
     try:
+        regular(path)
         with zipfile.ZipFile(path) as archive:  # torch itself reads past a flipped bit
             if damaged := archive.testzip():
                 raise ValueError(f"{damaged} is damaged")
@@ -90,6 +91,8 @@ def load_weights(
     """
     path = folder / WEIGHTS
     try:
+        if path.exists():
+            regular(path)
         with safe_open(path, framework="pt") as handle:
             metadata = handle.metadata() or {}
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}

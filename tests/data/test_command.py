@@ -49,7 +49,7 @@ def test_the_plans_corpora(tiny_wheels, tmp_path, capsys):
         (["--spec", "a.json"], "--spec FILE and --out FOLDER go together"),
         (["--out", "x"], "--spec FILE and --out FOLDER go together"),
         (["--spec", "a", "--out", "b", "--corpus", "fineweb_edu"], "takes neither --scale"),
-        (["--spec", "a.json", "--out", "b"], "a.json: No such file or directory"),
+        (["--spec", "a.json", "--out", "b"], "a.json: no such file"),
     ],
 )
 def test_bad_words_are_one_line_and_exit_2(words, message, capsys, tmp_path, monkeypatch):
@@ -62,7 +62,7 @@ def test_bad_words_are_one_line_and_exit_2(words, message, capsys, tmp_path, mon
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"vocab_sise": 3}, "spec.json: vocab_sise: Extra inputs"),
+        ({"vocab_sise": 3}, "spec.json: vocab_sise: unknown key; did you mean 'vocab_size'?"),
         ({"vocab_size": 70_000}, "spec.json: vocab_size: Input should be less than"),
         ({"source": {"kind": "ftp"}}, "spec.json: source: "),
     ],

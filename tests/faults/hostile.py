@@ -3,6 +3,8 @@
 Each is refused with exit code 2 and one line, and nothing is written.
 """
 
+import os
+
 BOMB = "a: &a [lol, lol]\n" + "".join(
     f"{name}: &{name} [{', '.join(['*' + last] * 9)}]\n"
     for last, name in zip("abcdefgh", "bcdefghi", strict=True)
@@ -37,6 +39,12 @@ CONFIGURATIONS = {
     "alias of itself": "&a {scale: smoke, b: *a}",
     "merged key": "<<: {scale: paper}\nsurprise: 1",
     "list as a key": "? [a]\n: c",
+    "merged keys": "<<: [{scale: paper}, {scale: smoke}]",
+    "endless hexadecimal number": "tracking: 0x" + "f" * 5000,
+    "text for yes": "tracking: 'yes'",
+    "true for a number": "sources: {wikitext103: {kind: hub, max_documents: true}}",
+    "a date": "scale: 2020-01-01",
+    "a line of megabytes": "scale: " + "a" * (1 << 20),
     "deeply nested": "{a: " * 3000,
     "brackets": "[" * 20_000,
     "not closed": "{",
@@ -65,6 +73,9 @@ SPECIFICATIONS = [
     (("seed",), 1.5),
     (("seed",), "NaN"),
     (("seed",), None),
+    (("seed",), True),
+    (("seed",), "42"),
+    (("seq_len",), 20),
     (("seq_len",), 0),
     (("seq_len",), 10**30),
     (("precision",), "fp8"),
@@ -87,6 +98,7 @@ SPECIFICATIONS = [
     (("data", "max_train_tokens"), -5),
     (("optim", "lr"), -1e-3),
     (("optim", "lr"), "fast"),
+    (("optim", "lr"), "1e-3"),
     (("optim", "betas"), [0.9]),
     (("optim", "betas"), [0.9, 1.5]),
     (("optim", "warmup_steps"), 10**9),
@@ -212,6 +224,7 @@ WORDS = [
     ["plan", ""],
     ["plan", "--bogus\nx"],
     ["plan", "--experiment", ""],
+    ["plan", "--bandwidth", "5"],
     ["plan", "--experiment", "../E01"],
     ["plan", "--config", "a\nb.yaml"],
     ["plan", "--config", "\x1b[31mred"],
@@ -236,10 +249,17 @@ WORDS = [
     ["eval", "--run", "ct-moe", "--limit", "-1"],
     ["eval", "--run", "ct-moe", "--stride", "-1"],
     ["eval", "--run", "ct-moe", "--context", "-3"],
+    ["eval", "--run", "ct-moe", "--stride", "0"],
     ["eval", "--run", "ct-moe", "--split", "train"],
+    ["eval", "--calibrate", "--stride", "3"],
+    ["eval", "--calibrate", "--text", "absent"],
+    ["eval", "--calibrate", "--lambada", "absent"],
+    ["zeroshot", "prepare", "--truthfulqa", "absent.csv", "--out", "o"],
     ["bench", "prefill", "--lengths", "-1"],
     ["bench", "prefill", "--lengths", "99999999999999"],
+    ["bench", "prefill", "--lengths", "8", "8"],
     ["bench", "prefill", "--repeats", "0"],
+    ["bench", "prefill", "--warmup", "999999999999"],
     ["bench", "prefill", "--models", "../x"],
     ["bench", "attention", "--lengths", "16000000", "--batch-size", "16000000"],
     ["bench", "sharding", "--devices", "999999"],
@@ -248,11 +268,48 @@ WORDS = [
     ["store", "query", "SELECT 1"],
     ["store", "query", "absent.sql"],
     ["store", "export", "--out", "o", "--format", "xlsx"],
+    ["store", "export", "--out", "o", "--db", "absent"],
+    ["export", "ct-moe", "--to", ""],
     ["report", "--db", "absent"],
     ["audit", "--db", "."],
     ["data", "--spec", "absent.json", "--out", "o"],
     ["data", "--corpus", "../wikitext103"],
+    ["data", "--list", "--spec", "absent.json"],
 ]
+
+# A slip, and the word that the line must offer for it.
+SLIPS = [
+    ("sclae: smoke", ["plan", "--config", "f"], "'scale'"),
+    ("sources: {wikitext103: {kind: file, trian: a.txt}}", ["plan", "--config", "f"], "'train'"),
+    ("d_modle = 64", ["counts", "--config", "f"], "'d_model'"),
+    ('{"vocab_sise": 300}', ["data", "--spec", "f", "--out", "o"], "'vocab_size'"),
+    ('{"kind": "train", "sede": 1}', ["train", "--spec", "f"], "'seed'"),
+    ('{"kind": "train", "optim": {"step": 1}}', ["train", "--spec", "f"], "'steps'"),
+    ("", ["plan", "--sclae", "smoke"], "'--scale'"),
+    ("", ["store", "build", "--rnus=x"], "'--runs'"),
+    ("", ["train", "--run", "ct-mo"], "'ct-moe'"),
+]
+
+# What stands where a file is named, and what no library may be let wait for or read.
+NO_FILES = {
+    "a pipe": os.mkfifo,
+    "a folder": os.mkdir,
+    "a device": lambda path: os.symlink("/dev/zero", path),
+    "a link to itself": lambda path: os.symlink("f", path),
+    "a link to nothing": lambda path: os.symlink("nowhere", path),
+}
+READERS = {
+    "configuration": ["plan", "--config", "f"],
+    "specification": ["train", "--spec", "f"],
+    "model": ["counts", "--config", "f"],
+    "database": ["audit", "--db", "f"],
+    "statement": ["store", "query", "f.sql"],
+    "questions": ["zeroshot", "prepare", "--truthfulqa", "f", "--out", "o"],
+    "questions in a table": ["zeroshot", "prepare", "--truthfulqa", "f.csv", "--out", "o"],
+    "questions in columns": ["zeroshot", "prepare", "--truthfulqa", "f.parquet", "--out", "o"],
+    "text": ["eval", "--calibrate", "--text", "f"],
+    "passages": ["eval", "--calibrate", "--lambada", "f"],
+}
 
 DENSE = 'layer = {kind = "dense", n_heads = 1, d_ff = 64}'
 SPLIT = 'layer = {kind = "split", d_thin = 16, n_heads = 2, n_blocks = 4, top_k = 1, d_ff = 8'

@@ -1,6 +1,7 @@
 """Hostile input: exit code 2, one line that names it, no traceback, nothing written or lost."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -9,7 +10,10 @@ from hostile import (
     CONFIGURATIONS,
     DEFINITIONS,
     MODELS,
+    NO_FILES,
     RAW_SPECIFICATIONS,
+    READERS,
+    SLIPS,
     SPECIFICATIONS,
     TEXTS,
     WORDS,
@@ -18,6 +22,14 @@ from made_up_paper import write_paper
 
 from mol.cli import main
 from mol.plan.build import plan
+
+TEXT_SPEC = {
+    "corpus": "fineweb_edu",
+    "source": {"kind": "file", "train": "t.txt"},
+    "tokenizer": "bpe",
+    "vocab_size": 300,
+    "layout": {"kind": "packed"},
+}
 
 
 @pytest.fixture
@@ -65,6 +77,42 @@ def test_configuration(refused, name):
     assert "c.yaml: " in refused("plan", "--config", "c.yaml")
 
 
+def test_a_configuration_that_is_no_file_is_not_taken_for_none(refused):
+    put(refused.folder / "config/config.yaml", lambda path: path.mkdir())
+    assert "config/config.yaml: " in refused("plan")
+
+
+@pytest.mark.parametrize("content, words, meant", SLIPS, ids=[slip[2] for slip in SLIPS])
+def test_a_slip_is_told_what_was_meant(refused, content, words, meant):
+    put(refused.folder / "f", content)
+    assert f"did you mean {meant}?" in refused(*words)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_what_is_no_file_is_not_opened(refused, reader, kind):
+    words = READERS[reader]
+    name = next(word for word in words if word.partition(".")[0] == "f")
+    NO_FILES[kind](refused.folder / name)
+    assert f"{name}: " in refused(*words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["store", "build", "--db", "f"], ["report", "--audit-page", "f"]],
+    ids=lambda words: words[0],
+)
+def test_a_device_is_not_replaced_by_a_file(refused, words):
+    os.mkfifo(refused.folder / "f")  # as /dev/null is, but of this test alone
+    assert "f: is a device or a pipe" in refused(*words)
+
+
+@pytest.mark.parametrize("words", [["--runs", "f"], ["--records", "f"]], ids=["runs", "records"])
+def test_records_lie_in_a_folder(refused, words):
+    put(refused.folder / "f", "no folder")
+    assert "f: is no folder" in refused("store", "build", "--db", "mol.duckdb", *words)
+
+
 @pytest.fixture(scope="module")
 def specification():
     return next(p.spec for p in plan("smoke") if p.spec.condition == "mol-top3")
@@ -90,13 +138,7 @@ def test_specification_file(refused, name, command):
 
 @pytest.mark.parametrize("file, name", [(file, name) for file in TEXTS for name in TEXTS[file]])
 def test_text(refused, file, name):
-    spec = {
-        "corpus": "fineweb_edu",
-        "source": {"kind": "file", "train": file},
-        "tokenizer": "bpe",
-        "vocab_size": 300,
-        "layout": {"kind": "packed"},
-    }
+    spec = TEXT_SPEC | {"source": {"kind": "file", "train": file}}
     put(refused.folder / "s.json", json.dumps(spec))
     put(refused.folder / file, TEXTS[file][name])
     line = refused("data", "--spec", "s.json", "--out", "corpus")
@@ -105,14 +147,7 @@ def test_text(refused, file, name):
 
 @pytest.mark.parametrize("out", ["s.json", "s.json/x", "/proc/x", "/dev/null", "x" * 300, "kept"])
 def test_a_corpus_goes_to_a_folder_of_its_own(refused, out):
-    spec = {
-        "corpus": "fineweb_edu",
-        "source": {"kind": "file", "train": "t.txt"},
-        "tokenizer": "bpe",
-        "vocab_size": 300,
-        "layout": {"kind": "packed"},
-    }
-    put(refused.folder / "s.json", json.dumps(spec))
+    put(refused.folder / "s.json", json.dumps(TEXT_SPEC))
     put(refused.folder / "t.txt", "\n\n".join(f"{i} words of text {i * i}" for i in range(400)))
     put(refused.folder / "kept/precious.txt", "somebody's")
     refused("data", "--spec", "s.json", "--out", out)
