@@ -45,7 +45,7 @@ def open_files(corpus: Corpus, source: FileSource) -> Text:
 
     files = {str(path): sha256 for path, sha256 in hashes.items()}
     info = SourceInfo(
-        name=f"files for {corpus}: {', '.join(path.name for path in hashes)}",
+        name=f"own text in place of {corpus}: {', '.join(path.name for path in hashes)}",
         files=files,
         sha256=digest(files, 64) if len(files) > 1 else next(iter(files.values())),
         license="not stated (own file)",

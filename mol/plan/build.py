@@ -179,13 +179,18 @@ def _gpus(spec: RunSpec, experiments: list[str], config: Config, paper: Paper) -
 
 
 def find_run(name: str, scale: ScaleName, config: Config | None = None, kind: str | None = None):
-    """The planned run with this run_id, or the only one of this condition (and kind).
+    """The planned run with this run_id, or the only one (of a kind) of this condition, or of this
+    condition and seed ("mol-top3-s42").
 
     Raises UserError when there is none, or when a condition has several seeds.
     """
     runs = [run for run in plan(scale, config) if kind in (None, run.spec.kind)]
     exact = [run for run in runs if run.run_id == name]
-    found = exact or [run for run in runs if run.spec.condition == name]
+    found = exact or [
+        run
+        for run in runs
+        if name in (run.spec.condition, f"{run.spec.condition}-s{run.spec.seed}")
+    ]
     if len(found) == 1:
         return found[0]
     what = f"{kind} run" if kind else "run"

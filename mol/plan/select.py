@@ -19,7 +19,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> argparse._MutuallyExcl
     """`--spec FILE`, or `--run NAME` of the plan at `--scale`, and where results lie. Returns the
     group of the former two, for what else may stand in their place."""
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--run", metavar="NAME", help="run_id or condition, see `mol plan`")
+    which.add_argument(
+        "--run", metavar="NAME", help="run_id, condition or condition-sSEED, see `mol plan`"
+    )
     which.add_argument("--spec", type=Path, metavar="FILE", help="specification as JSON")
     add_scale_arguments(parser)
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: results")

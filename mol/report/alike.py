@@ -1,7 +1,8 @@
 """Whether our figure and the printed one are alike enough for a difference between them.
 
 A figure that is not stands beside the printed number, labeled, and nothing is subtracted: a
-perplexity over another vocabulary, a time on another machine, a model of another width.
+perplexity on another text or over another vocabulary, a time on another machine, a model of
+another width.
 """
 
 from typing import Any
@@ -34,7 +35,8 @@ def compared_in(
 ) -> frozenset[str]:
     """What a difference may be given in: "printed" units, "nats", both or nothing.
 
-    At proxy scale perplexities compare by their ratio alone (nats), under the same vocabulary.
+    At proxy scale perplexities compare by their ratio alone (nats), on the corpus from the hub and
+    under the same vocabulary: a local file may hold the corpus, but nothing shows it.
     """
     nothing, both = frozenset(), frozenset(("printed", "nats"))
     if scale == "smoke":
@@ -46,7 +48,7 @@ def compared_in(
     if other_way:
         return nothing
     if is_perplexity(cell):
-        alike = all(_same_vocabulary(run, plan) for run in runs)
+        alike = all(run["source"] == "hub" and _same_vocabulary(run, plan) for run in runs)
         if not alike or (scale != "paper" and cell.op == "diff"):
             return nothing
         return frozenset(("nats",)) if scale != "paper" and not cell.op else both

@@ -13,7 +13,7 @@ APART = {
     "smoke": "No difference is given for figures at scale smoke: neither the width of their models "
     "nor their training, text and machine are the paper's.",
     "proxy": "At scale proxy a difference of perplexities is given in nats, and none where the "
-    "vocabulary, the machine or the length of training decides the figure.",
+    "text, the vocabulary, the machine or the length of training decides the figure.",
 }
 
 

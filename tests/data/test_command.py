@@ -18,7 +18,10 @@ def spec_file(make_spec, tmp_path):
 def test_spec_to_folder_and_again(spec_file, tmp_path, capsys):
     out = tmp_path / "corpus"
     assert main(["data", "--spec", str(spec_file), "--out", str(out)]) == 0
-    assert f"{out}: files for fineweb_edu: text.jsonl; tokens: train " in capsys.readouterr().out
+    assert (
+        f"{out}: own text in place of fineweb_edu: text.jsonl; tokens: train "
+        in capsys.readouterr().out
+    )
     assert main(["data", "--json", "--spec", str(spec_file), "--out", str(out)]) == 0
     assert json.loads(capsys.readouterr().out) == load_meta(out).model_dump(mode="json")
 

@@ -145,6 +145,7 @@ def test_run_ids_depend_on_the_source_of_the_text():
 
 def test_find_run_names_the_choices():
     assert find_run("ct-moe", "smoke").spec.condition == "ct-moe"
+    assert find_run("mol-top3-s137", "smoke").run_id.startswith("mol-top3-s137-")
     with pytest.raises(UserError, match="3 runs at scale smoke; choose one of mol-top3-s42-"):
         find_run("mol-top3", "smoke")
     with pytest.raises(UserError, match="mol plan --scale smoke"):

@@ -9,7 +9,7 @@ from mol.report.alike import compared_in
 
 RUN = {
     "condition": "plain", "tokenizer": "bpe", "vocab_size": 1000, "hardware": "NVIDIA H200",
-    "hardware_count": 1,
+    "hardware_count": 1, "source": "hub",
 }  # fmt: skip
 BOTH, NATS, NOTHING = {"printed", "nats"}, {"nats"}, set()
 
@@ -20,6 +20,8 @@ BOTH, NATS, NOTHING = {"printed", "nats"}, {"nats"}, set()
         ("t1-plain", "paper", {}, BOTH),
         ("t1-plain", "proxy", {}, NATS),
         ("t1-plain", "smoke", {}, NOTHING),
+        ("t1-plain", "proxy", {"source": "file"}, NOTHING),
+        ("t1-plain", "paper", {"source": "wheel"}, NOTHING),
         ("t1-plain", "proxy", {"vocab_size": 500}, NOTHING),
         ("t1-plain", "paper", {"vocab_size": 500}, NOTHING),
         ("t1-plain", "paper", {"tokenizer": "gpt2"}, NOTHING),
