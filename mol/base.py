@@ -79,11 +79,14 @@ def checked(kind: Any, raw: Any, source: Path | str) -> Any:
         raise UserError(f"{source}: {reason_of(error)}") from None
 
 
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
 def canonical_json(value: Any) -> str:
     """JSON with sorted keys and no white space: equal values give equal strings."""
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json")
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return _CANONICAL.encode(value)
 
 
 def digest(value: Any, length: int = 8) -> str:
@@ -142,8 +145,10 @@ def read_json(path: Path) -> Any:
     """The value in a JSON file. Raises UserError, naming the file, for what is no JSON: NaN and
     infinity are none, and a key may stand once."""
     try:
-        found = json.loads(read_text(path), object_pairs_hook=_once, parse_constant=_no_constant)
-        json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        text = read_text(path)
+        found = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        if "\\u" in text:  # only an escape can spell half a surrogate pair, which is no text
+            json.dumps(found, ensure_ascii=False).encode()
         return found
     except RecursionError:
         raise UserError(f"{path}: nested too deeply to be one of ours") from None

@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 
 from scipy.special import stdtr
-from scipy.stats import binomtest
 
 from mol.report.verdicts import Z, mean_half_width, sample_sd
 
@@ -67,6 +66,8 @@ def _mcnemar(better: int, worse: int, n: int) -> Paired:
         most = 1 - 0.025 ** (1 / n)  # share of items that may differ, had none of n
         method = f"paired over {n:,} items, which both answer alike"
         return Paired(value=0.0, low=-most, high=most, stderr=0.0, p=1.0, n=n, method=method)
+    from scipy.stats import binomtest  # takes two seconds to import, and few databases hold items
+
     test = binomtest(better, differing)
     interval = test.proportion_ci(0.95, method="exact")
     low, high = ((2 * end - 1) * differing / n for end in interval)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 
 from mol.base import reason_of, scratch
@@ -106,14 +107,13 @@ def _insert_batch(
                 0, "run_id", pa.array([found.run_id] * len(found.samples))
             )
             database.execute("INSERT INTO items BY NAME SELECT * FROM scored")
-    tables = [
-        found.curve.add_column(0, "run_id", pa.array([found.run_id] * len(found.curve)))
-        for found in batch
-        if found.curve is not None
-    ]
-    if not tables:
+    drawn = [found for found in batch if found.curve is not None]
+    if not drawn:
         return []
-    points = pa.concat_tables(tables)  # noqa: F841, found by name in the queries
+    owner = np.repeat(np.arange(len(drawn)), [len(found.curve) for found in drawn])
+    names = pa.DictionaryArray.from_arrays(owner, [found.run_id for found in drawn])
+    points = pa.concat_tables([found.curve for found in drawn])
+    points = points.add_column(0, "run_id", names)  # found by name in the queries
     broken = database.execute(
         "SELECT DISTINCT run_id FROM points WHERE NOT isfinite(value) UNION "
         "SELECT run_id FROM points GROUP BY run_id, name, step HAVING count(*) > 1"

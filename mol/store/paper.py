@@ -1,6 +1,7 @@
 """The paper's own tables of the database, and what the runs say about its cells and claims."""
 
 import functools
+import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,7 +27,7 @@ def insert(database: duckdb.DuckDBPyConnection, table: str, rows: list[dict]) ->
     """Append `rows`, keyed by column, to `table`."""
     if rows:
         # Rows may lack columns; arrow would take those of the first row for all.
-        columns = dict.fromkeys(key for row in rows for key in row)
+        columns = dict.fromkeys(itertools.chain.from_iterable(rows))
         batch = pa.table({key: [row.get(key) for row in rows] for key in columns})  # noqa: F841, found by name in the query
         database.execute(f'INSERT INTO "{table}" BY NAME SELECT * FROM batch')
 

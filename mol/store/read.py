@@ -79,7 +79,9 @@ def _read_curve(path: Path) -> pa.Table:
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             # Threads cost more than they save on files of this size.
-            table = file.read(CURVE.names, use_threads=False).select(CURVE.names).cast(CURVE)
+            table = file.read(CURVE.names, use_threads=False)
+            if not table.schema.equals(CURVE):
+                table = table.select(CURVE.names).cast(CURVE)
     except (OSError, KeyError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"not a readable curve ({reason}); delete the folder to rerun") from None
@@ -196,16 +198,9 @@ def metric_rows(found: Found) -> list[dict]:
     """The rows of table `metrics`."""
     rows = []
     for metric in found.record.metrics:
-        protocol = metric.protocol.model_dump() if metric.protocol else {}
-        rows.append(
-            {
-                "run_id": found.run_id,
-                **metric.model_dump(exclude={"protocol", "labels"}),
-                **{
-                    key: protocol.get(key)
-                    for key in ("tokenizer", "pad", "layout", "context", "stride", "split")
-                },
-                "labels": canonical_json(metric.labels),
-            }
-        )
+        row = vars(metric) | {"run_id": found.run_id, "labels": canonical_json(metric.labels)}
+        protocol = row.pop("protocol")
+        for key in ("tokenizer", "pad", "layout", "context", "stride", "split"):
+            row[key] = getattr(protocol, key, None)
+        rows.append(row)
     return rows
