@@ -50,6 +50,7 @@ CLAIMS = {
     "does not hold": ("✗", "bad"),
     "undecided": ("≈", "weak"),
 }
+FIGURES = ("value", "stderr", "low", "high")  # of a metric, the parts that runs do not share
 LOOKS = CLAIMS | MEASURED | RECOMPUTED
 
 
@@ -81,6 +82,7 @@ def render(source: Source, figures: list[Figure], extras: Extras) -> str:
     by_verdict = {name: [row for row in checks if row["verdict"] == name] for name in apart}
     by_verdict["rest"] = [row for row in checks if row["verdict"] not in apart]
     sections, rest = _sections(source, figures, extras)
+    lines: dict[str, int] = {}  # of all records, each once: runs repeat most of each other's
     complete = Counter(run["scale"] for run in source.runs.values() if run["status"] == "complete")
     page = _environment().get_template("page.html").render(
         title=extras.title,
@@ -93,7 +95,8 @@ def render(source: Source, figures: list[Figure], extras: Extras) -> str:
         judged=len(measured),
         sections=sections,
         rest=rest,
-        runs=[_run(run) for run in source.runs.values()],
+        runs=[_run(run, lines) for run in source.runs.values()],
+        lines=lines,
         scales=[(MEANING[scale], complete[scale]) for scale in SCALES if complete[scale]],
         refused=source.table("refused"),
         counts=extras.counts,
@@ -248,12 +251,15 @@ def _inline_svg(figure: Figure) -> Markup:
     return Markup(tag) + name + Markup(text[opening:])
 
 
-def _run(run: Row) -> Row:
-    return run | {"machine": hardware_of(run), "record": _record(run)}
+def _run(run: Row, lines: dict[str, int]) -> Row:
+    """A run with the places of its record's lines in `lines`, to which new ones are added."""
+    places = [lines.setdefault(line, len(lines)) for line in _record(run).split("\n")]
+    return run | {"machine": hardware_of(run), "record": " ".join(map(str, places))}
 
 
 def _record(run: Row) -> str:
-    """The record as JSON, one fact a line; absent values are left out."""
+    """The record as JSON, one fact a line; absent values are left out. A metric is two lines: which
+    it is, and its figures."""
     lines = []
     for key, value in run.items():
         if key == "metrics" or value is None:
@@ -266,14 +272,14 @@ def _record(run: Row) -> str:
         else:
             plain = value if isinstance(value, bool | int | float | list) else str(value)
             lines.append(f" {json.dumps(key)}: {json.dumps(plain, ensure_ascii=False)}")
-    metrics = ",\n".join("  " + canonical_json(_given(metric)) for metric in run["metrics"])
+    metrics = ",\n".join(map(_metric, run["metrics"]))
     lines.append(f' "metrics": [\n{metrics}\n ]' if metrics else ' "metrics": []')
     return "{\n" + ",\n".join(lines) + "\n}"
 
 
-def _given(metric: Row) -> Row:
-    return {
-        key: value
-        for key, value in metric.items()
-        if key != "run_id" and value is not None and value != {}
-    }
+def _metric(metric: Row) -> str:
+    which, figures = {}, {}
+    for key, value in metric.items():
+        if key != "run_id" and value is not None and value != {}:
+            (figures if key in FIGURES else which)[key] = value
+    return f"  {canonical_json(which)[:-1]},\n   {canonical_json(figures)[1:]}"

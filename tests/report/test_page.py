@@ -92,15 +92,15 @@ def test_every_printed_cell_has_a_row(parsed):
 
 
 def test_reproduced_figures_lead_to_records_with_everything(both_page, parsed):
-    runs = re.findall(
-        r'<pre tabindex="0" aria-label="Record of ([^"]+)">', both_page.read_text("utf-8")
-    )
-    assert len(runs) == len(set(runs)) == len(plan("smoke")) + len(plan("paper"))
     html = both_page.read_text("utf-8")
+    records = dict(re.findall(r'aria-label="Record of ([^"]+)" data-lines="([\d ]+)"', html))
+    assert len(records) == len(plan("smoke")) + len(plan("paper"))
+    shared = html[html.index('<pre id="lines"') :]
+    lines = "".join(Page(shared[: shared.index("</pre>") + 6]).words).split("\n")
+    assert len(lines) == len(set(lines))
     run = next(p for p in plan("paper") if p.spec.condition == "mol-top3").run_id
-    block = html[html.index(f'id="run-{run}"') :]
-    pre = Page(block[block.index("<pre") : block.index("</pre>") + 6])
-    record = json.loads("".join(pre.words))
+    assert f'id="run-{run}"' in html
+    record = json.loads("\n".join(lines[int(place)] for place in records[run].split()))
     stored = json.loads((both_page.parent / "runs/paper" / run / "record.json").read_text())
     assert record["spec"] == stored["spec"]
     assert record["code_sha256"] == stored["provenance"]["code_sha256"]

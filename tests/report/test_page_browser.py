@@ -1,3 +1,5 @@
+import json
+
 import browser
 import pytest
 from pages import hostile_runs, make
@@ -88,6 +90,9 @@ def test_sort_orders_numbers_and_tells_screen_readers(page):
 def test_figure_leads_to_its_record(page):
     page.run("document.querySelector('#E06-table-2 td[data-label=Ours] a').click()")
     page.wait_for("document.querySelector('details.record:target')?.open")
+    page.wait_for("document.querySelector('details.record:target pre').textContent")
+    shown = page.run("return document.querySelector('details.record:target pre').textContent")
+    assert page.run("return location.hash") == f"#run-{json.loads(shown)['run_id']}"
     inside = page.run(
         "const r = document.querySelector('details.record:target').getBoundingClientRect();"
         "return r.top >= 0 && r.top < innerHeight"

@@ -1,6 +1,7 @@
 "use strict";
 const form = document.getElementById("filter");
 const rows = [...document.querySelectorAll("table.cells tbody tr")];
+let lines; // read when a record is first opened
 const texts = new Map(rows.map((row) => [row, row.textContent.toLowerCase()]));
 
 // "-setting" means every kind but settings
@@ -53,6 +54,12 @@ function sortBy(header) {
   header.setAttribute("aria-sort", descending ? "descending" : "ascending");
 }
 
+// A record is a list of places of lines that all records share
+function fillRecord(pre) {
+  lines ??= document.getElementById("lines").textContent.split("\n");
+  pre.textContent = pre.dataset.lines.split(" ").map((place) => lines[place]).join("\n");
+}
+
 function openTarget() {
   const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
   if (!target) return;
@@ -80,6 +87,10 @@ document.addEventListener("click", (event) => {
     form.scrollIntoView();
   }
 });
+document.addEventListener("toggle", (event) => {
+  const pre = event.target.open && event.target.querySelector(":scope > pre:empty");
+  if (pre) fillRecord(pre);
+}, true); // toggle does not bubble
 addEventListener("hashchange", openTarget);
 applyFilter();
 openTarget();
