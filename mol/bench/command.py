@@ -24,7 +24,7 @@ LENGTHS = {
 # A program without such an argument refuses the option, by its configuration.
 OPTIONS = (
     "device", "dtype", "warmup", "repeats", "batch_size", "paths", "run_as",
-    "devices",
+    "devices", "ranks",
 )  # fmt: skip
 
 STEP_OPTIONS = ("accumulate", "checkpoint_activations")
@@ -78,6 +78,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="train-step: compute layers again in the backward pass, or not",
     )  # fmt: skip
     parser.add_argument("--devices", type=int, help="sharding: how many devices")
+    parser.add_argument(
+        "--ranks", nargs="*", type=int, metavar="N", help="sharding: processes measured on the CPU"
+    )
     parser.add_argument("--json", action="store_true", help="print the record")
 
 

@@ -113,11 +113,24 @@ class LogitDiffBench(Frozen):
 
 
 class ShardingBench(Frozen):
-    """Appendix F: parameters and traffic a device holds when routed blocks are placed apart."""
+    """Appendix F: parameters and traffic of each of `devices` on which routed blocks are placed,
+    counted; memory and time of a stage on each number of `ranks`, processes on the CPU, measured
+    with sequences of `seq_len` tokens (`mol.bench.placed`)."""
 
     program: Literal["sharding"] = "sharding"
     model: ModelConfig
     devices: int = Field(3, ge=2, le=1024)
+    ranks: tuple[Annotated[int, Field(ge=2, le=6)], ...] = ()
+    seq_len: Count = 256
+
+    @model_validator(mode="after")
+    def _check(self):
+        layer = self.model.layer
+        routed = layer.n_routed if layer.kind == "split" and layer.router == "linear" else 0
+        alike = routed and (layer.coverage == "full" or layer.top_k == routed)
+        if self.ranks and (alike or routed < max(self.ranks)):
+            raise ValueError(f"ranks = {self.ranks}: the model has not so many routed blocks")
+        return self
 
 
 class TrainStepCase(Frozen):

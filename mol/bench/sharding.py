@@ -1,4 +1,5 @@
-"""Appendix F: routed blocks placed on several devices, counted and not measured.
+"""Appendix F: routed blocks placed on several devices: weights and traffic counted, and memory and
+time of small ranks on this machine's CPU measured (`mol.bench.placed`).
 
 Placement: of each split stage, device i holds a contiguous run of the routed blocks, runs as
 even as they can be; embedding, norms, routers and shared blocks stand on every device. The
@@ -10,10 +11,14 @@ since its fullest device holds 5 of 14 blocks and what is copied is a fifth of t
 38 % about two fifths would have to be copied.
 """
 
+import os
+
 import torch
 
 from mol.bench.common import Outcome
 from mol.bench.config import ShardingBench
+from mol.bench.placed import SEQUENCES, measure
+from mol.bench.timing import Timing
 from mol.model.block_parallel import expected_exchange, placement
 from mol.model.config import ModelConfig, SplitLayer
 from mol.model.split_stage import SplitStage
@@ -67,7 +72,7 @@ def bytes_per_token(config: ModelConfig, devices: int, size: int = BYTES) -> dic
 def run(spec: ShardingBench, device: torch.device, seed: int) -> Outcome:
     """`params_per_device` of each device, `params_reduction` of the fullest one against the
     whole model, `all_reduce_per_stage` against tensor parallelism's `all_reduce_per_layer`, and
-    `bytes_per_token` by scheme."""
+    `bytes_per_token` by scheme; `rank_memory` and `rank_step_ms` by way and number of `ranks`."""
 
     def metric(name: str, value: float, unit: str, **labels) -> Metric:
         return Metric(name=name, value=value, unit=unit, labels={"method": "analytic"} | labels)
@@ -80,4 +85,24 @@ def run(spec: ShardingBench, device: torch.device, seed: int) -> Outcome:
     metrics.append(metric("all_reduce_per_layer", 2, "count", scheme="tensor_parallel"))
     for scheme, value in bytes_per_token(spec.model, spec.devices).items():
         metrics.append(metric("bytes_per_token", value, "byte", scheme=scheme))
-    return Outcome(metrics, ["counted from the model's tensors; no device was timed"])
+    notes = ["parameters and traffic are counted from the model's tensors; no GPU was timed"]
+    if spec.ranks:
+        metrics += _measured(spec, seed)
+        notes.append(
+            "rank_memory and rank_step_ms: one layer at half the width, "
+            f"{SEQUENCES} x {spec.seq_len} tokens, processes of one thread on {os.cpu_count()} "
+            "cores through gloo; no GPU's figures"
+        )
+    return Outcome(metrics, notes)
+
+
+def _measured(spec: ShardingBench, seed: int) -> list[Metric]:
+    metrics = []
+    for found in measure(spec.model, spec.ranks, spec.seq_len, seed):
+        labels = {
+            "method": "measured", "device": "cpu", "backend": "gloo", "way": found.way,
+            "ranks": found.ranks,
+        }  # fmt: skip
+        memory = Metric(name="rank_memory", value=found.memory, unit="byte", labels=labels)
+        metrics += [memory, Timing(found.samples).duration("rank_step_ms", "ms", labels)]
+    return metrics

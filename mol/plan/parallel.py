@@ -22,6 +22,7 @@ from mol.model.counts import active_parameters
 from mol.model.split_stage import SplitStage
 from mol.model.transformer import LanguageModel
 from mol.ops.attention import Rope
+from mol.ops.saved import Saved
 from mol.plan.build import find_run
 from mol.plan.select import chosen_config
 from mol.plan.spec import TrainSpec
@@ -158,20 +159,10 @@ def _kept_a_token(config: ModelConfig, layer: Layer, bf16: bool) -> float:
 
 
 def _kept(module: nn.Module, width: int, tokens: int, rope: Rope) -> int:
-    """Bytes saved by autograd in one forward pass, each storage once, weights left out."""
-    weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    found: dict[int, tuple[int, torch.Tensor]] = {}
-
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        place = x.untyped_storage().data_ptr()
-        if place not in weights:
-            found[place] = x.untyped_storage().nbytes(), x
-        return x
-
     x_BTD = torch.randn(1, tokens, width, generator=torch.Generator().manual_seed(0))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with Saved(module.parameters()) as saved:
         module(x_BTD.requires_grad_(), rope)
-    return sum(size for size, _ in found.values())
+    return saved.bytes
 
 
 def run(args: argparse.Namespace) -> int:

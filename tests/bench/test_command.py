@@ -9,7 +9,7 @@ from mol.cli import main
 from mol.plan.build import plan
 from mol.store.record import load_record
 
-SHARDING = ["bench", "sharding", "--devices", "4"]
+SHARDING = ["bench", "sharding", "--devices", "4", "--ranks"]
 
 
 def test_a_record_is_written_and_printed(tmp_path, capsys):
@@ -24,14 +24,14 @@ def test_a_record_is_written_and_printed(tmp_path, capsys):
 
 
 def test_a_planned_run_is_run_unchanged(tmp_path, capsys):
-    planned = next(r for r in plan("smoke") if r.spec.condition == "sharding")
+    planned = next(r for r in plan("smoke") if r.spec.condition == "dispatch")
     spec_file = tmp_path / "spec.json"
     spec_file.write_text(planned.spec.model_dump_json())
     path = tmp_path / "runs/smoke" / planned.run_id / "record.json"
     for words in (["--run", planned.run_id], ["--spec", str(spec_file), "--threads", "1"]):
         assert main(["bench", *words, "--results", str(tmp_path)]) == 0
         assert load_record(path).spec == planned.spec
-        assert "params_reduction" in capsys.readouterr().out
+        assert "dispatch_speedup" in capsys.readouterr().out
         path.unlink()
 
 
@@ -61,6 +61,7 @@ def test_a_timing_on_a_cpu_says_so(tmp_path):
         (["prefill", "--condition", "ct-moe"], "--models"),
         (["sharding", "--dtype", "bf16"], "dtype"),
         (["sharding", "--lengths", "5"], "lengths"),
+        (["sharding", "--ranks", "7"], "ranks"),
         (["dispatch", "--lengths", "5", "6"], "one length"),
         (["dispatch", "--run-as", "compiled"], "bf16"),
         (["train-step"], "--condition"),

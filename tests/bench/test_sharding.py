@@ -75,3 +75,31 @@ def test_only_split_layers_are_placed():
     held, total = sharding.parameters_per_device(dense, devices=3)
     assert held == [total] * 3
     assert sharding.bytes_per_token(dense, 3)["all_to_all"] == 0
+
+
+def test_ranks_are_measured_and_named_for_what_they_are():
+    model = config(d_thin=16, d_ff=32).model_copy(update={"d_model": 32})
+    bench = ShardingBench(model=model, devices=2, ranks=(2,), seq_len=8)
+    outcome = sharding.run(bench, torch.device("cpu"), 0)
+    found = {}
+    for metric in outcome.metrics:
+        if metric.labels["method"] == "measured":
+            assert (metric.labels["device"], metric.labels["backend"]) == ("cpu", "gloo")
+            found[metric.name, metric.labels["way"], metric.labels["ranks"]] = metric.value
+    ways = (("one", 1), ("ddp", 2), ("all_to_all", 2), ("all_reduce", 2))
+    assert found.keys() == {(n, *way) for n in ("rank_memory", "rank_step_ms") for way in ways}
+    memory = {way: found["rank_memory", way, ranks] for way, ranks in ways}
+    measured = config().model_copy(update={"vocab_size": 64, "n_layers": 1})  # half the widths
+    held, total = sharding.parameters_per_device(measured, devices=2)
+    kept = memory["one"] - 2 * 4 * total  # weights and gradients in fp32
+    assert kept > 0
+    # Half the sequences keep half the tensors, but for the few that do not grow with them.
+    assert memory["ddp"] - 2 * 4 * total == pytest.approx(kept / 2, rel=0.05)
+    assert 2 * 4 * max(held) < memory["all_to_all"] < memory["ddp"]
+    assert any("no GPU's figures" in note for note in outcome.notes)
+
+
+@pytest.mark.parametrize("layer", [{"n_blocks": 3}, {"coverage": "full"}, {"top_k": 5}])
+def test_ranks_without_routed_blocks_of_their_own_are_refused(layer):
+    with pytest.raises(ValueError, match="not so many routed blocks"):
+        ShardingBench(model=config(**layer), ranks=(3,))
