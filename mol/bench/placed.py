@@ -80,28 +80,27 @@ def _as_rank(
         )
     generator = torch.Generator().manual_seed(seed)
     ids_BT = torch.randint(config.vocab_size, (SEQUENCES, seq_len), generator=generator)
-    found = [_measure_one(way, config, ids_BT, seed) for way in ways]
+    memory, steps = [], []
+    for way in ways:
+        torch.manual_seed(seed)
+        model = LanguageModel(config)
+        step = _step(model, way, ids_BT)
+        with Saved(model.parameters()) as saved:
+            step()
+        memory.append(saved.bytes + sum(p.nbytes + p.grad.nbytes for p in model.parameters()))
+        del saved  # which holds the tensors
+        steps.append(step)
+    samples = [[] for _ in ways]
+    for _ in range(REPEATS):  # in turn, so that what else the machine does falls on all ways alike
+        for step, taken in zip(steps, samples, strict=True):
+            if ranks > 1:
+                dist.barrier()
+            started = time.perf_counter()
+            step()
+            taken.append(1e3 * (time.perf_counter() - started))
     if ranks > 1:
         dist.destroy_process_group()
-    return found
-
-
-def _measure_one(way: str, config, ids_BT, seed: int) -> tuple[int, list[float]]:
-    torch.manual_seed(seed)
-    model = LanguageModel(config)
-    step = _step(model, way, ids_BT)
-    with Saved(model.parameters()) as saved:
-        step()
-    memory = saved.bytes + sum(p.nbytes + p.grad.nbytes for p in model.parameters())
-    del saved  # which holds the tensors
-    samples = []
-    for _ in range(REPEATS):
-        if world() > 1:
-            dist.barrier()
-        started = time.perf_counter()
-        step()
-        samples.append(1e3 * (time.perf_counter() - started))
-    return memory, samples
+    return list(zip(memory, samples, strict=True))
 
 
 def _step(model: LanguageModel, way: str, ids_BT: torch.Tensor) -> Callable[[], None]:
