@@ -5,6 +5,7 @@ quantities as log ratios, accuracies and shares as differences. Scales never mix
 a margin are read at one.
 """
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -336,7 +337,7 @@ def claim_rows(claims: tuple[Claim, ...], runs: Runs, plan: Paper) -> Iterator[d
                     yield row | {"outcome": "not run", "needs": needs(claim, runs, plan)}
                 continue
             result, effect = found
-            effect.notes.extend(stand_ins)
+            effect.notes.extend((*stand_ins, *_own_text(effect.runs)))
             others = joined(evaluator.others)
             if scale == "paper" and others:
                 # Another program than the paper's can neither bear out nor refute what it timed.
@@ -374,6 +375,13 @@ def _with_stand_ins(claim: Claim, scale: str, plan: Paper) -> tuple[Claim, list[
 
     changes = {name: tuple(map(replaced, getattr(claim, name))) for name in ("sides", "versus")}
     return claim.model_copy(update=changes), notes
+
+
+def _own_text(runs: list[dict[str, Any]]) -> list[str]:
+    """That runs read a reader's own text instead of the paper's, where they did."""
+    sources = (json.loads(run["data"]).get("source", "") for run in runs)
+    found = sorted({source.partition(":")[0] for source in sources})
+    return [source for source in found if source.startswith("own text")]
 
 
 def _finite(value: float) -> float | None:

@@ -45,15 +45,21 @@ class Reading:
         )
 
     def check_alike(self, other: "Reading", what: str) -> None:
-        """Raises UserError for perplexities by another protocol or of another text, and for scores
-        of another test. What a record does not say of its text is not held against it."""
+        """Raises UserError for perplexities by another protocol, of another text or after another
+        number of steps, and for scores of another test. What a record does not say of its text is
+        not held against it."""
         self.alike().check_alike(other.alike(), what)
         if unlike := unlike_tests(self.labels, other.labels):
             raise UserError(f"{what}: not compared, {unlike}")
-        text = f"{self.protocol['split']}_sha256"
-        hashes = [json.loads(reading.run["data"]).get(text) for reading in (self, other)]
-        if self.protocol["split"] and None not in hashes and hashes[0] != hashes[1]:
-            raise UserError(f"{what}: not compared, unlike {self.protocol['split']} text")
+        split = self.protocol["split"]
+        if not split:
+            return
+        hashes = [json.loads(r.run["data"]).get(f"{split}_sha256") for r in (self, other)]
+        if None not in hashes and hashes[0] != hashes[1]:
+            raise UserError(f"{what}: not compared, unlike {split} text")
+        mine, theirs = self.run["steps"], other.run["steps"]
+        if mine != theirs:
+            raise UserError(f"{what}: not compared, trained for {mine} and {theirs} steps")
 
 
 def unlike_tests(one: dict[str, Label], other: dict[str, Label]) -> str:

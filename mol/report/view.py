@@ -66,6 +66,11 @@ class View:
                 return self.rows[scale]
         return None
 
+    @property
+    def own_text(self) -> bool:
+        """Whether the figure shown is of runs on a reader's own text (`mol.data.file`)."""
+        return bool(self.best) and (self.best["data"] or "").startswith("own text")
+
     def figure(self, scale: str) -> str:
         """Our figure at a scale as the paper prints, or empty; a crossover may never happen."""
         row = self.rows.get(scale)

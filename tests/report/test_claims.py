@@ -1,5 +1,6 @@
 import json
 import math
+from datetime import UTC, datetime
 
 import duckdb
 import pyarrow as pa
@@ -262,3 +263,23 @@ def test_a_claim_about_the_data_regime_wants_its_number_of_passes(suite, epochs,
     if outcome == "undecided":
         assert row["effect"] is None and row["note"].startswith("not evaluated: ")
         assert made is None or f"{made:.2g} epochs, the claim is about {epochs}" in row["note"]
+
+
+def test_losses_after_unlike_training_or_on_unlike_text_are_not_compared(suite):
+    (spec, *_), (other, *_) = suite.specs("proxy", "fancy"), suite.specs("proxy", "plain")
+    name = "own text in place of wikitext103: a.txt"
+    own = {"source": name, "validation_sha256": "a"}
+    write_train(suite.runs, spec, math.log(27), data=own)
+    write_train(suite.runs, other, math.log(30), data=own)
+    row = suite.result("fancy-wins")
+    assert row["effect"] == pytest.approx(math.log(27 / 30))
+    assert "own text in place of wikitext103" in row["note"]
+    shorter = other.model_copy(update={"optim": other.optim.model_copy(update={"steps": 12_800})})
+    later = {"finished": datetime(2026, 1, 2, tzinfo=UTC)}
+    write_train(suite.runs, shorter, math.log(30), data=own, **later)
+    row = suite.result("fancy-wins")
+    assert row["effect"] is None and "not compared, trained for 128000 and 12800 steps" in row["note"]
+    write_train(suite.runs, other, math.log(30), data=own | {"validation_sha256": "b"}, **later | {
+        "finished": datetime(2026, 1, 3, tzinfo=UTC)
+    })  # fmt: skip
+    assert "not compared, unlike validation text" in suite.result("fancy-wins")["note"]
