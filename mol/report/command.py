@@ -1,5 +1,6 @@
 """`mol report`: tables, figures and the page, all from the database; and the audit page."""
 
+import gc
 import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -36,6 +37,7 @@ def run(args: Namespace) -> int:
     from mol.report.tables import write_tables
 
     source = Source(args.db)
+    gc.freeze()  # its rows stay to the end; the collector would walk through them again and again
     tables = write_tables(args.db, args.out)
     figures = write_figures(source, args.figures, paper)
     plan = load_experiments(paper)

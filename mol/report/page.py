@@ -257,6 +257,9 @@ def _run(run: Row, lines: dict[str, int]) -> Row:
     return run | {"machine": hardware_of(run), "record": " ".join(map(str, places))}
 
 
+_PLAIN = json.JSONEncoder(ensure_ascii=False)
+
+
 def _record(run: Row) -> str:
     """The record as JSON, one fact a line; absent values are left out. A metric is two lines: which
     it is, and its figures."""
@@ -268,10 +271,10 @@ def _record(run: Row) -> str:
             inner = ",\n".join(
                 f"  {json.dumps(name)}: {canonical_json(part)}" for name, part in value.items()
             )
-            lines.append(f" {json.dumps(key)}: {{\n{inner}\n }}")
+            lines.append(f' "{key}": {{\n{inner}\n }}')
         else:
             plain = value if isinstance(value, bool | int | float | list) else str(value)
-            lines.append(f" {json.dumps(key)}: {json.dumps(plain, ensure_ascii=False)}")
+            lines.append(f' "{key}": {_PLAIN.encode(plain)}')
     metrics = ",\n".join(map(_metric, run["metrics"]))
     lines.append(f' "metrics": [\n{metrics}\n ]' if metrics else ' "metrics": []')
     return "{\n" + ",\n".join(lines) + "\n}"

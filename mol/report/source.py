@@ -87,8 +87,8 @@ class Source:
             for run in self.runs.values()
             if run["status"] == "complete"
             and (run["scale"], run["kind"]) == (scale, kind)
-            and not self.variants.keys() & {run["run_id"], run["spec"].get("train_run")}
             and condition in (None, run["condition"])
+            and not self.variants.keys() & {run["run_id"], run["spec"].get("train_run")}
         ]
         runs.sort(key=lambda run: (run["condition"], run["seed"], run["finished"], run["run_id"]))
         if kind == "bench":
