@@ -70,7 +70,10 @@ class Evaluator:
                 ):
                     continue
                 query = self._query(claim, Side(condition=other))
-                values = [r.value for r in read(self.runs, self.scale, query)[0].values()]
+                try:
+                    values = [r.value for r in read(self.runs, self.scale, query)[0].values()]
+                except UserError:  # seeds of unlike training say nothing about the spread
+                    continue
                 sd = sample_sd(tuple(values), log=self._log(readings[0]))
                 if sd is not None:
                     squares += (len(values) - 1) * sd**2

@@ -190,7 +190,7 @@ def _reasons(
 
 def matches(reading: Reading, labels: dict[str, Label]) -> bool:
     for key, wanted in labels.items():
-        found = reading.protocol[key] if key in PROTOCOL else reading.labels.get(key)
+        found = reading.protocol.get(key) or reading.labels.get(key)
         if key != "path" and (found is None or str(found).lower() != str(wanted).lower()):
             return False
     # A padded run is read with PAD masked: the paper does not state its rule, ours must be one.
