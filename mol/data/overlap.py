@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from mol.data.meta import check_split, check_tokenizer, load_meta
-from mol.data.ngrams import N, ngrams, runs, words
+from mol.data.ngrams import SHORTEST, N, ngrams, words
 from mol.data.tokenizers import load_tokenizer
 
 BLOCK = 1 << 20  # tokens decoded at a time
@@ -24,11 +24,16 @@ def overlap(texts: Iterable[str], folder: Path) -> list[int]:
     """
     grams = [ngrams(text) for text in texts]
     wanted = set().union(*grams)
-    lengths = {gram.count(" ") + 1 for gram in wanted}
+    # Nearly every place of the shard is settled by its first words, whatever the lengths wanted.
+    lengths: dict[str, set[int]] = {}
+    for gram in wanted:
+        found = gram.split(" ")
+        lengths.setdefault(" ".join(found[:SHORTEST]), set()).add(len(found))
     seen: set[str] = set()
     for block in _training_words(Path(folder)) if wanted else ():
-        for n in lengths:
-            seen |= runs(block, n) & wanted
+        for i in range(len(block) - SHORTEST + 1):
+            for n in lengths.get(" ".join(block[i : i + SHORTEST]), ()):
+                seen.add(" ".join(block[i : i + n]))
     return [i for i, gram in enumerate(grams) if gram & seen]
 
 
