@@ -278,7 +278,9 @@ def test_losses_after_unlike_training_or_on_unlike_text_are_not_compared(suite):
     later = {"finished": datetime(2026, 1, 2, tzinfo=UTC)}
     write_train(suite.runs, shorter, math.log(30), data=own, **later)
     row = suite.result("fancy-wins")
-    assert row["effect"] is None and "not compared, trained for 128000 and 12800 steps" in row["note"]
+    assert (
+        row["effect"] is None and "not compared, trained for 128000 and 12800 steps" in row["note"]
+    )
     write_train(suite.runs, other, math.log(30), data=own | {"validation_sha256": "b"}, **later | {
         "finished": datetime(2026, 1, 3, tzinfo=UTC)
     })  # fmt: skip
