@@ -1,8 +1,8 @@
-"""Coverage and gaps are recorded for each split; the validation split is held against 3.1."""
+"""Figures are found by their labels, also by those that a perplexity's protocol has too."""
 
 import duckdb
 import pytest
-from synthetic import record_of, train_metrics, write_run
+from synthetic import H200, bench_metrics, record_of, train_metrics, write_run
 
 from mol.plan.build import plan
 from mol.plan.experiments import PAPER
@@ -46,3 +46,15 @@ def test_the_validation_split_gives_the_printed_figures_and_decides_the_claims(t
         "sparse-3of5 inter_token_gap": 1.7, "sparse-3of15 inter_token_gap": 4.9,
     }  # fmt: skip
     assert claims["coverage-share"] == "holds" and "coverage-gap" in claims
+
+
+def test_a_decoding_time_is_found_by_its_context(tmp_path):
+    (spec,) = (p.spec for p in plan("paper") if p.spec.condition == "decode")
+    write_run(tmp_path / "runs", record_of(spec, bench_metrics(spec), hardware=H200))
+    build(tmp_path / "db", tmp_path / "runs", tmp_path / "none", PAPER)
+    with duckdb.connect(tmp_path / "db", read_only=True) as database:
+        found = database.execute(
+            "SELECT reproduced, verdict FROM verdicts "
+            "WHERE cell_id LIKE 't12.256.%' AND scale = 'paper' AND verdict IS NOT NULL"
+        ).fetchall()
+    assert found == [(pytest.approx(1.256), "not judgeable here")] * 2  # printed for an RTX 3090
