@@ -14,8 +14,9 @@ from mol.cli import main
 from mol.train import distributed
 from mol.train.loop import Trainer
 
-# Loaded once by the server that the ranks are forked from.
-FORK.set_forkserver_preload([*SERVED, "torch.distributed.fsdp", "torch.distributed.tensor"])
+# Loaded once by the server that the ranks are forked from; DDP and FSDP2 would load them in each.
+LOADED = ["torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"]
+FORK.set_forkserver_preload([*SERVED, *LOADED])
 
 
 def free_port() -> int:
