@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -110,6 +111,9 @@ def spread(model: nn.Module, device: torch.device) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    # A layer returns a view of its rows. The caution is for models that change it in place, as none
+    # of ours does.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     mesh = init_device_mesh(device.type, (world(),))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
