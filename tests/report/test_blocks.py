@@ -22,8 +22,8 @@ def page(tmp_path):
         def __init__(self):
             self.specs = {(p.spec.kind, p.spec.condition): p.spec for p in reversed(plan("proxy"))}
 
-        def write(self, kind, condition, metrics):
-            record = record_of(self.specs[kind, condition], metrics, hardware=H200)
+        def write(self, kind, condition, metrics, **more):
+            record = record_of(self.specs[kind, condition], metrics, hardware=H200, **more)
             write_run(tmp_path / "runs", record)
 
         def render(self):
@@ -50,7 +50,8 @@ def test_a_further_text_stands_beside_the_held_out_ones_and_in_no_cell(page):
         text_metric("text_nll", 4.4444, "nat/token", 0.0111),
         text_metric("text_bits_per_byte", 1.5151, "bit/byte"),
     ]
-    page.write("train", "mol-top3", train_metrics(spec, 3.3) + further)
+    own = {"source": "own text in place of wikitext103: a.txt"}
+    page.write("train", "mol-top3", train_metrics(spec, 3.3) + further, data=own)
     page.write("train", "mol-all-active", train_metrics(page.specs["train", "mol-all-active"], 3.2))
     page.render()
     found = page.rows("E05-texts")
@@ -60,6 +61,8 @@ def test_a_further_text_stands_beside_the_held_out_ones_and_in_no_cell(page):
         "mol-top3, seed 42 wikitext103-test another text",
     ]
     assert found[2].endswith("4.4444 ± 0.0111 1.5151 202,854")
+    shown = [row for row in page.rows("E05-table-1") if "27.11" in row]
+    assert shown and all("27.11 proxy, own text" in row for row in shown)
     # exp(4.4444), the perplexity that no printed number may be held against
     assert not re.search(r"\b85\.1", " ".join(page.rows("E05-table-1")))
     assert "E10-texts" not in page.html
