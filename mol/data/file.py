@@ -63,8 +63,6 @@ def _hash(path: Path) -> str:
         return sha256_file(path)
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; correct the path in the source") from None
-    except IsADirectoryError:
-        raise UserError(f"{path}: is a folder; name one file") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; make it readable") from None
 

@@ -119,7 +119,7 @@ def test_wrong_paths_are_one_clear_line(tmp_path):
     (tmp_path / "text.docx").write_text("x")
     for name, message in [
         ("missing.txt", "missing.txt: no such file"),
-        ("folder.txt", "folder.txt: is a folder; name one file"),
+        ("folder.txt", "folder.txt: is a folder; name a file"),
         ("empty.jsonl", "empty.jsonl: empty file"),
         ("text.docx", "text.docx: unknown kind of file; need .txt, .jsonl, .parquet"),
     ]:
