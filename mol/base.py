@@ -106,6 +106,8 @@ def regular(path: Path) -> Path:
         raise UserError(f"{path}: is a folder; name a file")
     if not stat.S_ISREG(mode):
         raise UserError(f"{path}: is a device or a pipe; name a file")
+    if not os.access(path, os.R_OK):
+        raise UserError(f"{path}: cannot be read; permit it")
     return path
 
 
@@ -124,7 +126,7 @@ def read_text(path: Path, largest: int = LARGEST) -> str:
     if path.exists() and path.stat().st_size > largest:
         raise ValueError(f"is larger than {largest >> 20} MiB")
     try:
-        return path.read_text("utf-8-sig")  # some editors begin a file with a byte order mark
+        return path.read_text("utf-8").removeprefix("\ufeff")  # with which some editors begin
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}; convert the file to UTF-8") from None
 
@@ -177,8 +179,12 @@ def reason_of(error: Exception) -> str:
 
 def visible(message: str) -> str:
     """One line of at most 2,000 printable characters, whatever names and values it quotes."""
-    text = " ".join(message.split())
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:2000])
+    return printable(" ".join(message.split())[:2000])
+
+
+def printable(text: str) -> str:
+    """The text with what would steer a terminal, or turn its reading direction, as escapes."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 @contextlib.contextmanager
@@ -217,9 +223,10 @@ def _beside(target: Path, make: Callable[..., tuple[int | None, str]]) -> Iterat
         raise UserError(f"{target}: is a device or a pipe; name a file or folder of its own")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        for remains in target.parent.glob(f".{glob.escape(target.name)}.*"):
+        # Named as tempfile names them: an editor's .record.json.swp is not ours.
+        for remains in target.parent.glob(f".{glob.escape(target.name)}.{'[a-z0-9_]' * 8}"):
             with contextlib.suppress(OSError):
-                handle = os.open(remains, os.O_RDONLY)
+                handle = os.open(remains, os.O_RDONLY | os.O_NONBLOCK)
                 if _lock(handle):
                     _remove(remains)
                 os.close(handle)
@@ -234,12 +241,12 @@ def _beside(target: Path, make: Callable[..., tuple[int | None, str]]) -> Iterat
         finally:
             _remove(Path(name))
             os.close(handle)
-    except OSError as error:
-        reason = (
-            "a part of its path is a file"
-            if isinstance(error, FileExistsError)
-            else reason_of(error)
-        )
+    except Exception as error:
+        # Tokenizers and safetensors tell of a full disk by exceptions of their own.
+        if not isinstance(error, OSError) and "(os error " not in str(error):
+            raise
+        no_folder = isinstance(error, FileExistsError)  # where one is to be made
+        reason = "a part of its path is a file" if no_folder else reason_of(error)
         raise UserError(
             f"{target}: cannot be written ({reason}); what was there is kept. Free space "
             "or permit writing, then give the same command again"

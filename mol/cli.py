@@ -7,11 +7,6 @@ import os
 import re
 import sys
 
-import pydantic
-
-from mol.base import UserError, one_line, reason_of, visible
-from mol.known import nearest
-
 # name -> (module with configure(parser) and run(args), one-line help)
 COMMANDS = {
     "plan": ("mol.plan.command", "list the runs of a scale and their cost"),
@@ -40,23 +35,40 @@ class Parser(argparse.ArgumentParser):
     """Refuses wrong arguments in one line, as every other wrong input is refused."""
 
     def error(self, message: str):
+        from mol.base import visible
+
         self.exit(2, f"{self.prog}: {visible(message)}; see {self.prog} --help\n")
 
     def parse_known_args(self, args=None, namespace=None):
         """The command itself says which of its options was meant, not `mol`, which knows none."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
+            from mol.known import nearest
+
             near = nearest(unknown[0].partition("=")[0], self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(unknown)}{near and f'; {near}'}")
         return found, unknown
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand; returns its exit code, 2 for bad input with one line on stderr."""
+    """Run one subcommand; returns its exit code, 2 for bad input with one line on stderr, 130
+    where it is interrupted, be it while libraries are still being loaded."""
     argv = sys.argv[1:] if argv is None else argv
     chosen = next((word for word in argv if not word.startswith("-")), None)
     name = f"mol {chosen}" if chosen in COMMANDS else "mol"
-    _make_printable()
+    try:
+        _make_printable()
+        return _guarded(argv, chosen, name)
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted; the same command goes on", file=sys.stderr)
+        return 130
+
+
+def _guarded(argv: list[str], chosen: str | None, name: str) -> int:
+    import pydantic
+
+    from mol.base import UserError, one_line, reason_of, visible
+
     try:
         return _run(argv, chosen)
     except pydantic.ValidationError as error:
@@ -72,20 +84,23 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(error, RuntimeError) and not NO_MEMORY.search(str(error)):
             raise
         message = "out of memory; choose smaller sizes or a larger machine"
+    except ModuleNotFoundError as error:
+        if (error.name or "mol").partition(".")[0] == "mol":
+            raise
+        message = f"package {error.name} is not installed; README.md says how to install all"
     except Exception as error:
         if not type(error).__module__.endswith("duckdb"):  # which is not imported here
             raise
         message = (
             f"the database is damaged or of an older code ({reason_of(error)[:300]}); {REBUILD}"
         )
-    except KeyboardInterrupt:
-        print(f"{name}: interrupted; the same command goes on", file=sys.stderr)
-        return 130
     print(f"{name}: {visible(message)}", file=sys.stderr)
     return 2
 
 
 def _run(argv: list[str], chosen: str | None) -> int:
+    from mol.base import UserError
+
     parser = Parser(prog="mol", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():
@@ -113,6 +128,8 @@ def _make_printable() -> None:
 
 def _flush() -> None:
     """Say here, not at exit, that the output could not be written."""
+    from mol.base import UserError, reason_of
+
     try:
         sys.stdout.flush()
     except BrokenPipeError:

@@ -93,7 +93,10 @@ def _try(lock: Path) -> int | None:
 
 def main(arguments: list[str]) -> int:
     """Become the command. Exit code 2 where the GPUs that it wants do not exist."""
-    count, *command = arguments
+    count, *command = arguments or ("",)
+    if not count.isdecimal() or not command:
+        print("mol: error: give how many GPUs, then the command", file=sys.stderr)
+        return 2
     if int(count):
         try:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(take(int(count)))

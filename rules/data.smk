@@ -1,5 +1,7 @@
 # Corpora, tokenizers and token shards; the items of the zero-shot tasks.
 
+from shlex import quote
+
 
 rule corpus:
     input:
@@ -21,6 +23,6 @@ rule zero_shot_items:
     output:
         "results/data/zero_shot/items.json",
     params:
-        truthfulqa=f"--truthfulqa {CONFIG.truthfulqa}" if CONFIG.truthfulqa else "",
+        truthfulqa=f"--truthfulqa {quote(CONFIG.truthfulqa)}" if CONFIG.truthfulqa else "",
     shell:
         "{MOL} zeroshot prepare --out results/data/zero_shot {params.truthfulqa}"

@@ -1,7 +1,6 @@
 """`mol bench`: one benchmark of the plan by its run, or a program with arguments of one's own."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +191,9 @@ def _case(spec: TrainSpec) -> dict[str, Any]:
 
 
 def _show(record: Record, folder: Path) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from mol.terminal import console
 
     table = Table(title=f"{record.spec.condition} on {record.hardware.name}")
     for column in ("metric", "labels", "value", "unit", "low", "high"):
@@ -202,7 +202,7 @@ def _show(record: Record, folder: Path) -> None:
         labels = " ".join(f"{key}={value}" for key, value in m.labels.items())
         spread = ("" if x is None else f"{x:.4g}" for x in (m.low, m.high))
         table.add_row(m.name, labels, f"{m.value:.4g}", m.unit, *spread)
-    console = Console(file=sys.stdout)
-    console.print(table)
+    out = console()
+    out.print(table)
     for line in (*record.notes, f"record: {folder / 'record.json'}"):
-        console.print(line, markup=False, soft_wrap=True)
+        out.print(line, markup=False, soft_wrap=True)

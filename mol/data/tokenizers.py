@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from mol.base import UserError
+from mol.base import UserError, regular
 from mol.data.meta import TOKEN_BYTES, TOKENIZER
 
 PAD, EOS, GPT2_EOS = "<pad>", "<eos>", "<|endoftext|>"
@@ -88,7 +88,7 @@ def load_token_bytes(folder: Path, tokenizer: Tokenizer) -> np.ndarray:
     of its tokenizer: figures per byte would be wrong without a sign of it."""
     path = Path(folder) / TOKEN_BYTES
     try:
-        sizes_V = np.load(path)
+        sizes_V = np.load(regular(path))
     except (OSError, ValueError, EOFError):
         sizes_V = None
     if sizes_V is None or not np.array_equal(sizes_V, token_bytes(tokenizer)):

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from mol.base import UserError
@@ -26,6 +25,7 @@ from mol.plan.select import add_run_arguments, corpus_folder, run_folder, select
 from mol.plan.spec import TrainSpec
 from mol.store.matrix import Matrix, save_matrix
 from mol.store.record import Metric, Record, load_record
+from mol.terminal import console
 from mol.train.checkpoint import load_weights
 from mol.train.environment import hardware, pick_device, provenance
 from mol.train.run import data_hashes, tokenizer_name
@@ -203,7 +203,7 @@ def _print(title: str, metrics: list[Metric], notes: list[str]) -> None:
         error = f"{m.stderr:.4g}" if m.stderr else ""
         note = getattr(m, "note", "")
         table.add_row(m.name, f"{m.value:.4f}", error, str(m.n or ""), m.unit, *rule, note)
-    console = Console()
-    console.print(table)
+    out = console()
+    out.print(table)
     for note in notes:
-        console.print(note)
+        out.print(note)

@@ -27,9 +27,10 @@ from mol.evaluate.items import (
     ItemFile,
     ItemIndex,
     Key,
+    item_file,
     items_hash,
     read_parquet,
-    write_set,
+    write_table,
     wrong_set,
 )
 
@@ -234,13 +235,15 @@ def prepare(out: Path, source: str | None = None, truthfulqa: str | None = None)
             continue
         try:
             table, name = get(key)
-            file = write_set(out, key, table, name)
+            file = item_file(key, table, name)
             if wrong := wrong_set(key, file.rows, file.items_sha256):
                 raise UserError(f"{name}: {wrong}; take another source (--source)")
-            sets.setdefault(key[0], {})[key[1]] = file
         except UserError as error:
             refused[key[0]] = str(error)
             sets.pop(key[0], None)
+            continue
+        write_table(out / file.file, table)  # a disk that refuses it ends the command
+        sets.setdefault(key[0], {})[key[1]] = file
     if not sets:
         reasons = "; ".join(filter(None, [no_wheel, *dict.fromkeys(refused.values())]))
         raise UserError(f"no items could be had: {reasons}")
@@ -248,14 +251,14 @@ def prepare(out: Path, source: str | None = None, truthfulqa: str | None = None)
         if truthfulqa is None and source != "hub":
             raise UserError(NO_TRUTHFULQA)
         table, name = own or truthfulqa_table("hub")
-        file = write_set(out, (TRUTHFULQA, "validation"), table, name)
+        file = item_file((TRUTHFULQA, "validation"), table, name)
         if name.startswith(HUB) and file.rows != TRUTHFULQA_ROWS:
             raise UserError(f"{name}: {file.rows:,} items, expected {TRUTHFULQA_ROWS}")
-        sets[TRUTHFULQA] = {"validation": file}
     except UserError as error:
-        if own:
-            raise
         refused[TRUTHFULQA] = str(error)
+    else:
+        write_table(out / file.file, table)
+        sets[TRUTHFULQA] = {"validation": file}
     index = ItemIndex(sets=sets, refused=refused)
     write_atomic(out / INDEX, index.model_dump_json(indent=1) + "\n")
     return index

@@ -136,14 +136,18 @@ def wrong_set(key: Key, rows: int, items_sha256: str) -> str:
     )
 
 
-def write_set(out: Path, key: Key, table: pa.Table, source: str) -> ItemFile:
-    """Write one (set, split) as parquet below `out`, whole or not at all."""
-    items_sha256 = items_hash(key[0], table)
-    path = out / f"{key[0]}.{key[1]}.parquet"
+def item_file(key: Key, table: pa.Table, source: str) -> ItemFile:
+    """What the index says of one (set, split). Raises UserError for a row that is no item."""
+    sha256 = items_hash(key[0], table)
+    name = f"{key[0]}.{key[1]}.parquet"
+    return ItemFile(file=name, rows=len(table), items_sha256=sha256, source=source)
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write one (set, split) as parquet, whole or not at all."""
     buffer = io.BytesIO()
     pq.write_table(table, buffer, compression="zstd")
     write_atomic(path, buffer.getvalue())
-    return ItemFile(file=path.name, rows=len(table), items_sha256=items_sha256, source=source)
 
 
 def load_index(folder: Path) -> ItemIndex:

@@ -12,12 +12,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from mol.base import UserError
 from mol.data.loader import eval_sequences
 from mol.data.tokenizers import load_token_bytes, load_tokenizer
 from mol.model.config import ModelConfig, SplitLayer
 from mol.ops.collectives import of_all_ranks, rank, world
 from mol.ops.cross_entropy import linear_cross_entropy
 from mol.store.record import Metric, Protocol
+
+HIGHEST = 700.0  # nats whose exponential is still a number
 
 
 @dataclass
@@ -167,10 +170,14 @@ def text_size(folder: Path, targets: list[np.ndarray]) -> tuple[int, int]:
 
 
 def perplexity_metrics(tally: Tally, size: tuple[int, int], protocol: Protocol) -> list[Metric]:
-    """Token-, word- and byte-level figures of the real targets; `size` is (bytes, words)."""
+    """Token-, word- and byte-level figures of the real targets; `size` is (bytes, words). Text
+    that is written without spaces has no perplexity a word that a number holds, and gets none.
+    Raises UserError for a loss that no perplexity holds."""
     nll, error = mean_and_error(tally)
+    if not nll < HIGHEST:
+        raise UserError(f"loss of {nll:.4g} nats a token: the weights diverged; lower optim.lr")
     n_bytes, n_words = size
-    per_word = tally.nll_real / n_words
+    per_word = tally.nll_real / n_words if n_words else math.inf
     bits = tally.nll_real / math.log(2) / n_bytes
 
     def metric(name: str, value: float, unit: str, n: int, stderr: float | None = None) -> Metric:
@@ -179,7 +186,11 @@ def perplexity_metrics(tally: Tally, size: tuple[int, int], protocol: Protocol) 
     return [
         metric("nll", nll, "nat/token", tally.n_real, error),
         metric("ppl", math.exp(nll), "ppl/token", tally.n_real, error and math.exp(nll) * error),
-        metric("ppl_word", math.exp(per_word), "ppl/word", n_words),
+        *(
+            [metric("ppl_word", math.exp(per_word), "ppl/word", n_words)]
+            if per_word < HIGHEST
+            else []
+        ),
         metric("bits_per_byte", bits, "bit/byte", n_bytes),
     ]
 

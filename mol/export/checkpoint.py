@@ -2,13 +2,14 @@
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
 import pydantic
 from safetensors import SafetensorError, safe_open
 
-from mol.base import UserError, one_line, reason_of
+from mol.base import UserError, one_line, reason_of, regular
 from mol.data.meta import META, CorpusMeta, check_tokenizer, load_meta
 from mol.model.config import ModelConfig
 from mol.plan.build import Config, find_run
@@ -73,7 +74,7 @@ def _folder(name: str, results: Path, config: Config) -> Path:
 
 
 def _finished(folder: Path) -> Record | None:
-    if not (folder / "record.json").is_file():
+    if not os.path.lexists(folder / "record.json"):
         if (folder / STATE).exists() or not (folder / WEIGHTS).exists():
             raise UserError(f"{folder}: no finished run; mol train completes it")
         return None
@@ -86,7 +87,7 @@ def _finished(folder: Path) -> Record | None:
 
 def _metadata(weights: Path) -> dict[str, str]:
     try:
-        with safe_open(weights, framework="pt") as handle:
+        with safe_open(regular(weights), framework="pt") as handle:
             return handle.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise UserError(
@@ -98,7 +99,7 @@ def _stored_model(weights: Path, metadata: dict[str, str]) -> ModelConfig:
     """The architecture that training wrote beside the weights."""
     try:
         return ModelConfig.model_validate(json.loads(metadata["config"]))
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RecursionError) as error:
         if isinstance(error, pydantic.ValidationError):
             raise one_line(error, f"{weights}: config in its metadata") from None
         raise UserError(

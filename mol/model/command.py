@@ -34,8 +34,9 @@ def run(args: Namespace) -> int:
 
 def _show(rows: list[dict]) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
+
+    from mol.terminal import console
 
     table = Table("Place", box=SIMPLE_HEAD)
     table.add_column("Configuration", no_wrap=True)
@@ -56,10 +57,8 @@ def _show(rows: list[dict]) -> None:
             match,
             row["how"] or "",
         )
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120  # a pipe has no width, and 80 columns would cut the numbers
-    console.print(table)
+    out = console(120)
+    out.print(table)
     # An active count is printed once and computed under both rules: it agrees if one of them does.
     agrees: dict[tuple, bool] = {}
     for row in rows:
@@ -68,7 +67,7 @@ def _show(rows: list[dict]) -> None:
             key = (row["place"], row["configuration"], row["printed"], rule)
             agrees[key] = agrees.get(key, False) or row["match"]
     if agrees:
-        console.print(
+        out.print(
             f"{sum(agrees.values())} of {len(agrees)} printed counts agree",
             "at the printed precision; an active count agrees when one of its two rules does.",
         )

@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
+from mol.base import printable
 from mol.paper.derivations import Row, check_paper
 from mol.paper.reported import PAPER, load_paper
 
@@ -39,4 +40,4 @@ def _paragraph(row: Row) -> str:
         lines.append(f"{row.value:.5g} [{row.low:.5g}, {row.high:.5g}] from {origins}")
     if row.reading:
         lines.append(row.reading)
-    return "\n    ".join(lines) + "\n"
+    return "\n    ".join(map(printable, lines)) + "\n"

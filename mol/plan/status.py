@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from mol.base import UserError
+from mol.base import UserError, visible
 from mol.plan.build import plan
 from mol.plan.select import RESULTS, add_scale_arguments, chosen_config, run_folder
 from mol.store.record import load_record
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for item in rows:
         if item["state"] != "complete":
-            print(f"{item['state']:12}{item['run_id']}  {item['detail']}".rstrip())
+            print(f"{item['state']:12}{item['run_id']}  {visible(item['detail'])}".rstrip())
     counts = Counter(item["state"] for item in rows)
     print(f"scale {config.scale}: " + ", ".join(f"{n} {state}" for state, n in counts.items()))
     return 0

@@ -148,16 +148,17 @@ def _print_summary(views: list[View], claims: list[Row], contradicted: int, refu
 def _print_table(headings: dict[str, str], lines: list[list]) -> None:
     """A table on the terminal; a cell is text, or (text, style)."""
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from mol.terminal import console
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading, justify in headings.items():
         table.add_column(heading, justify=justify, overflow="fold")
     for line in lines:
         table.add_row(*(Text(*cell) if isinstance(cell, tuple) else Text(cell) for cell in line))
-    Console().print(table)
+    console(80).print(table)
 
 
 def _print_numbers(views: list[View], scale: str | None) -> None:

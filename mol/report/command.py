@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
@@ -29,6 +30,8 @@ def run(args: Namespace) -> int:
 
         _print([write_audit_page(args.audit_page, args.records, paper)], args.json)
         return 0
+    # Drawn into files, whatever backend the environment asks for, were there none of its name.
+    os.environ["MPLBACKEND"] = "agg"
     from mol.report.figures import write_figures
     from mol.report.ledger import ledger_rows
     from mol.report.page import Extras, write_page

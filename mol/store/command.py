@@ -3,13 +3,12 @@
 import argparse
 import json
 import re
-import sys
 import tempfile
 from pathlib import Path
 
 import duckdb
 
-from mol.base import UserError, read_text, reason_of
+from mol.base import UserError, printable, read_text, reason_of
 from mol.plan.experiments import PAPER
 from mol.store.export import connect, difference, digests, export
 
@@ -115,13 +114,14 @@ def _query(args: argparse.Namespace) -> int:
 
 
 def _table(columns: list[str], rows: list[tuple]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from mol.terminal import console
+
     table = Table()
     for column in columns:
-        table.add_column(Text(column), overflow="fold")
+        table.add_column(Text(printable(column)), overflow="fold")
     for row in rows:
-        table.add_row(*(Text("" if value is None else str(value)) for value in row))
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+        table.add_row(*(Text("" if value is None else printable(str(value))) for value in row))
+    console().print(table)

@@ -102,6 +102,8 @@ def load_weights(
         raise UserError(
             f"{path}: unreadable weights ({error}); delete the folder and retrain"
         ) from None
+    if any(tensor.dtype != torch.float32 for tensor in tensors.values()):
+        raise UserError(f"{path}: holds other than fp32 weights; delete the folder and retrain")
     if metadata.get(CONTENT, "") not in ("", _content(tensors)):
         raise UserError(f"{path}: unreadable weights (damaged); delete the folder and retrain")
     if run_id and metadata.get("run_id") != run_id:

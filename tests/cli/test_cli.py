@@ -60,7 +60,38 @@ def test_planning_and_auditing_need_no_torch():
     assert done.stdout.strip() == "False"
 
 
-def test_a_reader_that_leaves_early_is_no_error():
-    call = f"{sys.executable} -m mol plan --json | head -n 1"
+@pytest.mark.parametrize("words", ["plan --json", "counts"])  # by print, and by rich
+def test_a_reader_that_leaves_early_is_no_error(words):
+    call = f"{sys.executable} -m mol {words} | head -n 1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", call], capture_output=True, text=True)
-    assert done.stdout == "[\n" and done.stderr == "" and done.returncode == 0
+    assert done.stdout.count("\n") == 1 and done.stderr == "" and done.returncode == 0
+
+
+def test_output_that_cannot_be_written_is_told():
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m mol plan > /dev/full"], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr == "mol plan: output: No space left on device\n"
+
+
+def test_closed_output_is_no_error():
+    call = f"{sys.executable} -m mol plan >&- 2>&-"
+    assert subprocess.run(["bash", "-c", call]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "raised, code, line",
+    [
+        (KeyboardInterrupt(), 130, "mol plan: interrupted; the same command goes on\n"),
+        (ModuleNotFoundError(name="torch"), 2, "mol plan: package torch is not installed; "),
+    ],
+    ids=["interrupted", "not installed"],
+)
+def test_faults_while_libraries_are_loaded(monkeypatch, capsys, raised, code, line):
+    def load(module):
+        raise raised
+
+    monkeypatch.setattr("importlib.import_module", load)
+    assert main(["plan"]) == code
+    err = capsys.readouterr().err
+    assert err.startswith(line) and err.count("\n") == 1

@@ -344,7 +344,8 @@ def test_truthfulqa_from_the_public_table_is_another_set(tmp_path):
         "mc1_targets": {"choices": ["Yes", "No", "Never"], "labels": [1, 0, 0]},
         "mc2_targets": {"choices": ["Yes", "It is", "No", "Never"], "labels": [1, 1, 0, 0]},
     }]  # fmt: skip
-    file = items.write_set(tmp_path, ("truthfulqa", "validation"), table, source)
+    file = items.item_file(("truthfulqa", "validation"), table, source)
+    items.write_table(tmp_path / file.file, table)
     assert not items.is_the_papers("truthfulqa", {"validation": file})
     # Nor is a file that has the right count: only the hub's 817 are the paper's.
     many = file.model_copy(update={"rows": items.TRUTHFULQA_ROWS})

@@ -74,7 +74,8 @@ def written_tables(count: int = 6) -> dict[tuple[str, str], pa.Table]:
 def write_items(folder, tables: dict[tuple[str, str], pa.Table]) -> items.ItemIndex:
     sets: dict = {}
     for key, table in tables.items():
-        file = items.write_set(folder, key, table, "written here")
+        file = items.item_file(key, table, "written here")
+        items.write_table(folder / file.file, table)
         WRITTEN.add(file.items_sha256)
         sets.setdefault(key[0], {})[key[1]] = file
     index = items.ItemIndex(sets=sets)

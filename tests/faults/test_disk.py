@@ -1,5 +1,6 @@
 """A full or read-only disk: one line, what was there is kept, and the next command continues."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from synthetic import record_of, train_metrics, write_run
 from tiny import STEPS, Place
 from victims import command
 
+from mol.base import write_atomic
 from mol.plan.build import plan
 from mol.store.export import digests, export
 from mol.store.record import load_record
@@ -156,6 +158,28 @@ def test_a_read_only_results_folder(disk, uncut, store, tmp_path):
     done = call(tmp_path, command, place.train())
     assert done.code == 0, done.err
     assert place.curve() == uncut.curve
+
+
+def test_libraries_that_tell_of_a_full_disk_in_their_own_way(tmp_path):
+    lines = (f"{i} words of text {i * i}" for i in range(2000))
+    (tmp_path / "t.txt").write_text("\n\n".join(lines))
+    spec = {
+        "corpus": "fineweb_edu", "source": {"kind": "file", "train": str(tmp_path / "t.txt")},
+        "tokenizer": "bpe", "vocab_size": 1000, "layout": {"kind": "packed"},
+    }  # fmt: skip
+    (tmp_path / "s.json").write_text(json.dumps(spec))
+    argv = ["data", "--spec", str(tmp_path / "s.json"), "--out", str(tmp_path / "corpus")]
+    line = one_line(call(tmp_path, command, argv, 4096))  # the tokenizer's file is larger
+    assert "corpus: cannot be written (File too large" in line
+    assert not [path for path in tmp_path.iterdir() if "corpus" in path.name]
+    assert call(tmp_path, command, argv).code == 0
+
+
+def test_what_an_editor_left_beside_a_file_is_kept(tmp_path):
+    (tmp_path / ".record.json.swp").write_text("an editor's")
+    (tmp_path / ".record.json.a1b2c3d4").write_text("of a killed writer")
+    write_atomic(tmp_path / "record.json", "{}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".record.json.swp", "record.json"]
 
 
 def test_a_file_may_not_grow_beyond_a_limit(place, uncut, tmp_path):

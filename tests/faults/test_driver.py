@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from hostile import BOMB
 from made_up_paper import write_paper
 from processes import call
 from project_copy import copy_project
@@ -50,6 +51,18 @@ def output(driver, code=0):
     out, _ = driver.communicate(timeout=120)
     assert driver.returncode == code, out
     return out
+
+
+def test_the_driver_neither_expands_nor_executes_its_configuration(project):
+    config = project / "config/config.yaml"
+    config.write_text("__use_yte__: true\n? open('taken', 'w')\n: 1\n" + BOMB)
+    refused = output(start(project, "--dry-run"), code=1)
+    assert "aliases (*name) are refused" in refused and "Traceback" not in refused
+    config.write_text(json.dumps({"truthfulqa": "a b; touch taken"}))
+    items = "results/data/zero_shot/items.json"
+    planned = output(start(project, "--dry-run", "--printshellcmds", items))
+    assert "--truthfulqa 'a b; touch taken'" in planned
+    assert not (project / "taken").exists()
 
 
 def test_a_second_driver_and_a_killed_one(project):

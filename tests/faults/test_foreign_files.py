@@ -22,6 +22,7 @@ from mol.base import UserError
 from mol.cli import main
 from mol.data.loader import TokenBatches
 from mol.data.packing import prepare
+from mol.evaluate.pairs import HEAD, IDS, Head, score_file
 from mol.model.transformer import LanguageModel
 from mol.plan.build import plan
 from mol.plan.hashes import source_hash
@@ -142,6 +143,20 @@ def test_an_impossible_figure(store, changes):
     record["metrics"][0] |= changes
     path.write_text(json.dumps(record))
     refuses(store, "record.json", 1, "delete its folder to rerun")
+
+
+def test_what_a_record_says_does_not_steer_the_terminal(store, capsys):
+    path = store.bad / "record.json"
+    record = json.loads(path.read_text())
+    evil = "\x1b]0;title\x07 \x1b[31m \u202e \r"
+    record |= {"status": "not run", "reason": evil, "notes": [evil]}
+    record["hardware"]["name"] = evil
+    path.write_text(json.dumps(record))
+    store()
+    query = ["store", "query", "SELECT reason, hardware, notes FROM runs", "--db", str(store.db)]
+    for argv in (query, ["audit", "--db", str(store.db)]):
+        assert main(argv) == 0
+        assert all(line.isprintable() for line in capsys.readouterr().out.split("\n"))
 
 
 def test_a_key_that_stands_twice(store):
@@ -344,6 +359,52 @@ def test_foreign_and_malicious_weights(uncut, tmp_path):
     path.mkdir()
     with pytest.raises(UserError, match=WEIGHTS):
         load_weights(tmp_path, model, sha)
+
+
+def test_weights_of_another_type_are_refused(uncut, tmp_path):
+    model = LanguageModel(uncut.spec.model)
+    sha = json.loads((uncut.corpus / "meta.json").read_text())["tokenizer_sha256"]
+    content = (uncut.run / WEIGHTS).read_bytes()
+    (tmp_path / WEIGHTS).write_bytes(content.replace(b'"F32"', b'"I32"', 1))
+    with pytest.raises(UserError, match="other than fp32 weights"):
+        load_weights(tmp_path, model, sha)
+
+
+@pytest.mark.parametrize("name", ["train.bin", "tokenizer.json", "token_bytes.npy", WEIGHTS, STATE])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(place, uncut, tmp_path, name):
+    beside = name in (WEIGHTS, STATE)
+    corpus = corpus_folder(place.results, "smoke", place.spec.data.folder)
+    path = (place.run if beside else corpus) / name
+    if name == WEIGHTS:
+        shutil.copytree(uncut.run, place.run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    argv = place.train()
+    if name == WEIGHTS:
+        argv = ["export", str(place.run), "--to", str(tmp_path / "o")]
+    done = call(tmp_path, command, argv)
+    assert done.code == 2 and done.err.count("\n") == 1 and name in done.err, done
+
+
+PAIRS = {
+    "no options": {"context": [[1]]},
+    "text": {"context": ["a"], "options": ["b"]},
+    "beyond the vocabulary": {"context": [[5000]], "options": [[[1]]]},
+    "negative": {"context": [[-1]], "options": [[[1]]]},
+    "no context": {"context": [None], "options": [[[1]]]},
+    "an empty context": {"context": pa.array([[]], IDS), "options": [[[1]]]},
+    "an empty option": {"context": [[1]], "options": pa.array([[[]]], pa.list_(IDS))},
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_that_are_no_requests(tmp_path, name):
+    head = Head(tokenizer_sha256="0" * 64, tasks=("piqa",), limit=None, items={})
+    table = pa.table(PAIRS[name]).replace_schema_metadata({HEAD: head.model_dump_json()})
+    pq.write_table(table, tmp_path / "pairs")
+    with pytest.raises(UserError, match="pairs: .*write it again with `mol zeroshot pairs`"):
+        score_file(tmp_path / "pairs", None, "0" * 64, 4096)
 
 
 FILES = ("meta.json", "train.bin", "test.bin", "tokenizer.json", "token_bytes.npy")
