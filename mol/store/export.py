@@ -33,6 +33,8 @@ def export(db_path: Path, folder: Path, file_format: str) -> list[Path]:
     """One csv or parquet file a table, rows ordered by all columns: equal content, equal bytes."""
     folder = Path(folder)
     options = {"csv": "FORMAT csv, HEADER", "parquet": "FORMAT parquet, COMPRESSION zstd"}
+    # A file that DuckDB renames over ours would not be locked: another export took it for remains.
+    options = {key: f"{value}, USE_TMP_FILE false" for key, value in options.items()}
     paths = []
     with connect(db_path) as database:
         database.execute("SET threads = 1")  # several writers would cut row groups unevenly

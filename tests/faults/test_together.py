@@ -12,6 +12,7 @@ from processes import FORK, call, finish, start
 from synthetic import curve_of, record_of, train_metrics, write_train
 from victims import (
     command,
+    export_often,
     mirror_at_once,
     set_clock_back,
     train_when_told,
@@ -100,6 +101,19 @@ def test_two_builds_of_one_database_both_end_well(tmp_path):
     options = ["--db", str(db), "--runs", str(arguments[1]), "--records", str(arguments[2])]
     assert call(tmp_path, command, ["store", "verify", *options, "--paper", str(paper)]).code == 0
     assert [path.name for path in db.parent.iterdir()] == ["mol.duckdb"]
+
+
+def test_exports_into_one_folder_all_end_well(tmp_path):
+    db, out = tmp_path / "mol.duckdb", tmp_path / "out"
+    paper = write_paper(tmp_path / "paper")
+    assert build(db, tmp_path / "runs", tmp_path / "records", paper) == []
+    folders = [tmp_path / name for name in ("one", "two", "three")]
+    exports = []
+    for folder in folders:
+        folder.mkdir()
+        exports.append(start(folder, export_often, db, out))
+    assert [finish(*pair).code for pair in zip(folders, exports, strict=True)] == [0, 0, 0]
+    assert not list(out.glob(".*"))
 
 
 def test_eight_jobs_write_records_while_the_database_is_built_and_read(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from mol.cli import main
+from mol.store.export import export
 from mol.store.record import Record, save_record
 from mol.train import environment
 from mol.train.checkpoint import save_state
@@ -116,6 +117,12 @@ def train_when_told(argv: list[str], barrier) -> int:
 
     Trainer.train_step = train_step
     return command(argv)
+
+
+def export_often(db: Path, folder: Path) -> None:
+    """Every table of a database into one folder, a few times."""
+    for _ in range(3):
+        export(db, folder, "parquet")
 
 
 def write_runs(runs_root: Path, record: Record, rows: list, times: int) -> None:
