@@ -9,7 +9,7 @@ from typing import Any
 
 from mol.paper.cell import METRICS, Cell
 from mol.plan.experiments import Paper
-from mol.report.readings import same_hardware
+from mol.report.query import same_hardware
 
 TIMED_UNITS = {"token/s", "step/s", "ms", "ms/token", "s"}
 NO_NAME = ("", "GPU", "CPU")  # hardware that the paper does not name

@@ -8,7 +8,8 @@ from mol.base import UserError
 from mol.paper.cell import Cell, Label
 from mol.report.crossover import first_that_stays, lengths_apart, steps_apart
 from mol.report.paired import Paired
-from mol.report.readings import Query, Reading, Runs, beside, joined, pair_of, read
+from mol.report.query import Query, beside, joined, pair_of, read
+from mol.report.readings import Reading, Runs
 from mol.report.verdicts import Figure, Protocol, Sample, Z
 
 

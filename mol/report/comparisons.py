@@ -8,7 +8,8 @@ from typing import Any
 from mol.base import UserError
 from mol.plan.experiments import Paper
 from mol.report.paired import Paired
-from mol.report.readings import Query, Reading, Runs, pair_of, read
+from mol.report.query import Query, pair_of, read
+from mol.report.readings import Reading, Runs
 from mol.report.verdicts import Z
 
 METRICS = ("acc", "acc_norm")

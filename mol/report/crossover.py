@@ -4,11 +4,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from mol.report.readings import (
+from mol.report.query import (
     HIGHER_IS_BETTER,
     Query,
-    Reading,
-    Runs,
     as_printed,
     best,
     joined,
@@ -17,6 +15,7 @@ from mol.report.readings import (
     read,
     same_hardware,
 )
+from mol.report.readings import Reading, Runs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ from mol.report.alike import NO_NAME, compared_in, is_machine_bound, is_perplexi
 from mol.report.compare import Reproduced, is_log, reproduce
 from mol.report.cost import gpu_hours
 from mol.report.counted import counted_row
-from mol.report.readings import Runs, same_hardware
+from mol.report.query import same_hardware
+from mol.report.readings import Runs
 from mol.report.verdicts import Borrowed, Printed, Protocol, judge, to_difference
 
 OTHER_SCALE = "not run at paper scale"

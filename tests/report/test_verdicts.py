@@ -22,7 +22,8 @@ from mol.paper.cell import Cell
 from mol.plan.build import plan
 from mol.plan.experiments import load_experiments
 from mol.report.crossover import first_that_stays, lengths_apart
-from mol.report.readings import PROTOCOL, Query, Reading, Runs, same_hardware
+from mol.report.query import Query, same_hardware
+from mol.report.readings import PROTOCOL, Reading, Runs
 from mol.report.verdicts import Borrowed, Figure, Printed, Protocol, Sample, judge
 from mol.store.ingest import build
 from mol.store.record import Metric
