@@ -269,7 +269,7 @@ WORDS = [
     ["store", "query", "absent.sql"],
     ["store", "export", "--out", "o", "--format", "xlsx"],
     ["store", "export", "--out", "o", "--db", "absent"],
-    ["export", "ct-moe", "--to", ""],
+    ["report", "--out", ""],
     ["report", "--db", "absent"],
     ["audit", "--db", "."],
     ["data", "--spec", "absent.json", "--out", "o"],
