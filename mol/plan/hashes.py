@@ -34,10 +34,15 @@ GROUPS: dict[Group, tuple[str, ...]] = {  # "!" takes files out again
     # What a model decides is in its training run, on which a matrix of protocols depends.
     "protocols": ("mol/evaluate/protocols.py", "mol/evaluate/windows.py", "mol/store/matrix.py"),
     "bench": (*_MODEL, "mol/bench/*.py"),
-    # The database holds the verdicts, so what judges belongs to it.
+    # The database holds the verdicts, so what judges belongs to it, and what knows the plan.
     "store": (
         "mol/base.py",
-        *(f"mol/plan/{name}.py" for name in ("build", "cost", "scale", "variant")),
+        "mol/known.py",
+        *(f"mol/{name}/config.py" for name in ("bench", "data", "model")),
+        *(
+            f"mol/plan/{name}.py"
+            for name in ("build", "cost", "experiments", "scale", "select", "spec", "variant")
+        ),
         "mol/store/**/*",
         "mol/paper/**/*",
         *(
@@ -52,8 +57,10 @@ GROUPS: dict[Group, tuple[str, ...]] = {  # "!" takes files out again
                 "crossover",
                 "effects",
                 "judge",
+                "margins",
                 "number",
                 "paired",
+                "query",
                 "readings",
                 "rows",
                 "verdicts",

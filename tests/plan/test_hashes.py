@@ -1,7 +1,10 @@
 """An edit must touch the groups it can change, and no other."""
 
 import shutil
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +45,14 @@ def test_every_pattern_finds_files():
     for group, patterns in GROUPS.items():
         for pattern in patterns:
             assert list(ROOT.glob(pattern.lstrip("!"))), (group, pattern)
+
+
+def test_the_database_follows_all_that_is_imported_to_make_it():
+    code = "import mol.store.ingest, sys; print(*(m.__file__ for m in sys.modules.values() "
+    code += "if m.__name__.startswith('mol.')), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {Path(name) for name in done.stdout.split() if not name.endswith("__init__.py")}
+    assert len(loaded) > 20 and loaded <= set(files_of("store"))
 
 
 def test_an_unchanged_file_keeps_its_time_and_a_changed_one_is_newer_than_results(tmp_path):
