@@ -49,15 +49,14 @@ def records(*run_ids):
 
 
 def gpus(wildcards):
-    """How many GPUs a run takes that one process can do: none at smoke scale, made for CPUs."""
-    return int(SCALE != "smoke")
+    """How many GPUs a run takes, by the plan."""
+    return GPUS[wildcards.run_id]
 
 
 def train_gpus(wildcards):
     """How many GPUs train a run. What cannot be is refused here, before a corpus is prepared in
     vain; snakemake would cut the number down to its limit, which profiles/gpu sets."""
-    run_id = wildcards.run_id
-    wanted = GPUS[run_id]
+    run_id, wanted = wildcards.run_id, gpus(wildcards)
     limit = getattr(workflow.global_resources.get("gpu"), "value", None)
     if limit is not None and wanted > limit:
         raise WorkflowError(
@@ -75,7 +74,7 @@ def train_gpus(wildcards):
 
 def trainer(wildcards):
     """`mol` as one process, or as one a GPU."""
-    count = GPUS[wildcards.run_id]
+    count = gpus(wildcards)
     several = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node {count}"
     return f"{several} -m mol" if count > 1 else MOL
 

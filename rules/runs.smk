@@ -17,7 +17,7 @@ rule train:
         f"{RUN}/record.json",
     wildcard_constraints:
         run_id=one_of(run_ids("train")),
-    threads: lambda wildcards: max(1, GPUS[wildcards.run_id])  # one for each process
+    threads: lambda wildcards: max(1, gpus(wildcards))  # one for each process
     resources:
         gpu=train_gpus,
         nodes=1,  # of a cluster

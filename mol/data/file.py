@@ -11,7 +11,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from mol.base import UserError, digest, sha256_file
-from mol.data.config import Corpus, FileSource
+from mol.data.config import OWN_TEXT, Corpus, FileSource
 from mol.data.meta import SourceInfo
 from mol.data.sources import Text, side
 
@@ -45,7 +45,7 @@ def open_files(corpus: Corpus, source: FileSource) -> Text:
 
     files = {str(path): sha256 for path, sha256 in hashes.items()}
     info = SourceInfo(
-        name=f"own text in place of {corpus}: {', '.join(path.name for path in hashes)}",
+        name=f"{OWN_TEXT} in place of {corpus}: {', '.join(path.name for path in hashes)}",
         files=files,
         sha256=digest(files, 64) if len(files) > 1 else next(iter(files.values())),
         license="not stated (own file)",

@@ -160,12 +160,9 @@ def _rows(path: Path, table: pa.Table, schema: pa.Schema) -> list[dict]:
     except (KeyError, pa.ArrowException) as error:
         raise UserError(f"{path}: {reason_of(error)}; {AGAIN}") from None
     for number, row in enumerate(rows):
-        parts = [row["context"], row["options"], *(row["options"] or ())]
-        ids = [id for part in (row["context"], *(row["options"] or ())) for id in part or ()]
-        whole = all(parts) and all(id is not None and id >= 0 for id in ids)
-        of_options = [row[name] for name in schema.names if name not in ASKED.names]
-        if not whole or any(
-            None in (v or [None]) or len(v) != len(row["options"]) for v in of_options
-        ):
+        parts = [row["context"], *(row["options"] or [None])]
+        whole = all(parts) and all(id is not None and id >= 0 for part in parts for id in part)
+        scores = [row[name] or () for name in schema.names if name not in ASKED.names]
+        if not whole or any(None in of or len(of) != len(row["options"]) for of in scores):
             raise UserError(f"{path}: row {number} is no request; {AGAIN}")
     return rows

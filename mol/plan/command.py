@@ -30,9 +30,13 @@ def add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("one run on several GPUs")
     group.add_argument("--parallel", type=int, metavar="N", help="plan --run on N GPUs")
     group.add_argument("--run", metavar="NAME", help="run_id or condition to plan on them")
-    group.add_argument("--bandwidth", type=float, metavar="GB/S", help="sent by one; default: 450")
-    group.add_argument("--tflops", type=float, help="of one GPU, as reached; default: 400")
-    group.add_argument("--memory", type=float, metavar="GB", help="of one GPU; default: 141")
+    for name, unit, what in (
+        ("bandwidth", "GB/S", "sent by one"),
+        ("tflops", "TFLOPS", "of one GPU, as reached"),
+        ("memory", "GB", "of one GPU"),
+    ):
+        told = f"{what}; default: {GPU[name]:g}"
+        group.add_argument(f"--{name}", type=float, metavar=unit, help=told)
 
 
 def row(planned: Planned) -> dict:
@@ -50,16 +54,15 @@ def row(planned: Planned) -> dict:
         return found
     from mol.model.counts import active_parameters, total_parameters
 
-    tokens = spec.optim.steps * spec.optim.batch_size * spec.seq_len
     active = active_parameters(spec.model, "with_delta_extras")
     return found | {
         "corpus": spec.data.corpus,
         "source": spec.data.source.kind,
         "steps": spec.optim.steps,
-        "tokens": tokens,
+        "tokens": spec.tokens,
         "params_total": total_parameters(spec.model),
         "params_active": active,
-        "train_flop": 6 * active * tokens,
+        "train_flop": 6 * active * spec.tokens,
     }
 
 

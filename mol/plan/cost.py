@@ -32,6 +32,10 @@ class Speed(NamedTuple):
     gpu: str
     run_id: str
 
+    def hours(self, tokens: float) -> float:
+        """GPU-hours of training on so many tokens."""
+        return tokens / self.tokens_per_s / 3600
+
 
 class Cost(NamedTuple):
     """Of one training run. `hours` are those of its training steps on one GPU, None where no
@@ -100,8 +104,7 @@ def costs(runs: Iterable[Planned], results: Path) -> dict[str, Cost]:
         if not isinstance(spec, TrainSpec):
             continue
         speed = best.get((spec.model, spec.seq_len))
-        tokens = spec.optim.steps * spec.optim.batch_size * spec.seq_len
-        hours = None if speed is None else tokens / speed.tokens_per_s / 3600
+        hours = None if speed is None else speed.hours(spec.tokens)
         paper = stated.get(spec.condition) if spec.scale == "paper" else None
         priced[run.run_id] = Cost(run.run_id in done, hours, speed, paper)
     return priced

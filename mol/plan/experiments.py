@@ -82,6 +82,11 @@ class Paper(Frozen):
     experiments: dict[Slug, Experiment]
     benches: dict[Slug, BenchEntry]
 
+    @property
+    def task_versions(self) -> dict[str, str]:
+        """Of every zero-shot task in the harness that the paper used."""
+        return {k: v for own in self.experiments.values() for k, v in own.task_versions.items()}
+
     @pydantic.model_validator(mode="after")
     def _check(self):
         for name, condition in self.conditions.items():

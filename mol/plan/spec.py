@@ -80,6 +80,11 @@ class TrainSpec(Frozen):
     def run_id(self) -> str:
         return f"{self.condition}-s{self.seed}-{digest(self)}"
 
+    @property
+    def tokens(self) -> int:
+        """Trained on, those that are read again included."""
+        return self.optim.steps * self.optim.batch_size * self.seq_len
+
 
 class ZeroShotSpec(Frozen):
     """One trained model scored on the tasks of Tables 6 and 14 (Appendix K)."""

@@ -3,19 +3,19 @@
 Every claim comes down to margins (`mol.report.margins`), or to where one curve crosses another.
 """
 
-import json
 import math
 from collections.abc import Iterator
 from typing import Any
 
 from mol.base import UserError, canonical_json
+from mol.data.config import OWN_TEXT
 from mol.paper.claims import Claim, Side
 from mol.plan.experiments import Paper
 from mol.report.cost import needs
 from mol.report.crossover import first_that_stays, lengths_apart, steps_apart
 from mol.report.margins import DIFFERENCES, Effect, Evaluator
 from mol.report.query import joined
-from mol.report.readings import Runs
+from mol.report.readings import Runs, text_of
 
 
 def _crossover(claim: Claim, evaluator: Evaluator) -> tuple[str, Effect] | None:
@@ -146,9 +146,8 @@ def _with_stand_ins(claim: Claim, scale: str, plan: Paper) -> tuple[Claim, list[
 
 def _own_text(runs: list[dict[str, Any]]) -> list[str]:
     """That runs read a reader's own text instead of the paper's, where they did."""
-    sources = (json.loads(run["data"]).get("source", "") for run in runs)
-    found = sorted({source.partition(":")[0] for source in sources})
-    return [source for source in found if source.startswith("own text")]
+    found = sorted({text_of(run).partition(":")[0] for run in runs})
+    return [source for source in found if source.startswith(OWN_TEXT)]
 
 
 def _finite(value: float) -> float | None:

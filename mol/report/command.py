@@ -49,11 +49,7 @@ def run(args: Namespace) -> int:
         settings=ledger_rows(paper, source.table("effects")),
         protocols=protocol_rows(args.db, paper),
         title=plan.title,
-        task_versions={
-            task: version
-            for experiment in plan.experiments.values()
-            for task, version in experiment.task_versions.items()
-        },
+        task_versions=plan.task_versions,
     )
     page = write_page(source, figures, extras, args.out)
     files = [*tables, page, *(path for figure in figures for path in (figure.svg, figure.png))]

@@ -7,12 +7,10 @@ from typing import Any
 
 from mol.base import UserError
 from mol.plan.experiments import Paper
-from mol.report.paired import Paired
+from mol.report.paired import SCORES, Paired
 from mol.report.query import Query, pair_of, read
 from mol.report.readings import Reading, Runs
 from mol.report.verdicts import Z
-
-METRICS = ("acc", "acc_norm")
 
 
 def comparison_rows(runs: Runs, plan: Paper) -> Iterator[dict[str, Any]]:
@@ -44,7 +42,7 @@ def _scored(runs: Runs, scale: str, conditions: tuple[str, ...]) -> list[tuple[s
     found = {
         (str(reading.labels["task"]), metric)
         for slug in conditions
-        for metric in METRICS
+        for metric in SCORES
         for reading in runs.readings.get((scale, slug, metric), [])
         if "task" in reading.labels
     }

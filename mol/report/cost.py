@@ -9,6 +9,7 @@ from mol.paper.cell import Cell
 from mol.paper.claims import Claim
 from mol.plan.build import plan as planned_runs
 from mol.plan.experiments import Paper
+from mol.report.paired import SCORES
 from mol.report.readings import Runs
 
 
@@ -27,7 +28,7 @@ def training_hours(seeds_of: dict[str, int], runs: Runs, plan: Paper) -> float |
         speed = runs.speeds.get((plan.model(slug), recipe.seq_len))
         if speed is None:
             return None
-        total += seeds * _tokens(slug, plan) / speed.tokens_per_s / 3600
+        total += speed.hours(seeds * _tokens(slug, plan))
     return total if seeds_of else None
 
 
@@ -49,7 +50,7 @@ def needs(claim: Claim, runs: Runs, plan: Paper) -> str:
     seeds_of = {s: len(plan.seeds) if several and s in repeated else 1 for s in names}
     count = sum(seeds_of.values())
     tokens = sum(seeds * _tokens(slug, plan) for slug, seeds in seeds_of.items())
-    scored = " with zero-shot scores" if claim.metric in ("acc", "acc_norm") else ""
+    scored = " with zero-shot scores" if claim.metric in SCORES else ""
     text = f"{count} training run{'s' if count > 1 else ''}{scored}, {tokens / 1e9:.3g}B tokens"
     hours = training_hours(seeds_of, runs, plan)
     return text if hours is None else f"{text}, {hours:,.0f} GPU-hours"
@@ -70,9 +71,8 @@ def not_run_rows(runs: Runs, folder: Path) -> Iterator[dict[str, Any]]:
             row |= {"seed": spec.seed, "experiments": canonical_json(planned.experiments)}
             speed = runs.speeds.get((spec.model, spec.seq_len)) if spec.kind == "train" else None
             if speed:
-                tokens = spec.optim.steps * spec.optim.batch_size * spec.seq_len
                 row |= {
-                    "gpu_hours": tokens / speed.tokens_per_s / 3600,
+                    "gpu_hours": speed.hours(spec.tokens),
                     "gpu": speed.gpu,
                     "measured_by": speed.run_id,
                 }

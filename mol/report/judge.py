@@ -3,7 +3,6 @@
 Only runs at the paper's scale judge a measured cell; figures of other scales stand beside it.
 """
 
-import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from mol.report.compare import Reproduced, is_log, reproduce
 from mol.report.cost import gpu_hours
 from mol.report.counted import counted_row
 from mol.report.query import same_hardware
-from mol.report.readings import Runs
+from mol.report.readings import Runs, text_of
 from mol.report.verdicts import Borrowed, Printed, Protocol, judge, to_difference
 
 OTHER_SCALE = "not run at paper scale"
@@ -173,7 +172,7 @@ def _figure_columns(
 ) -> dict[str, Any]:
     if found is None:
         return {}
-    data = {_data_name(run) for run in found.runs}
+    data = {text_of(run) for run in found.runs}
     columns: dict[str, Any] = {
         "n_runs": len(found.runs),
         "runs": canonical_json([run["run_id"] for run in found.runs]),
@@ -189,10 +188,6 @@ def _figure_columns(
         if "nats" in given_in and is_log(cell) and ours > 0 and printed > 0:
             columns["difference_nats"] = math.log(ours / printed)
     return columns
-
-
-def _data_name(run: dict[str, Any]) -> str:
-    return json.loads(run["data"]).get("source", "")
 
 
 def _hardware(run: dict[str, Any]) -> str:

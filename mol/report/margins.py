@@ -145,10 +145,10 @@ class Evaluator:
             for r in per_seed
             if r.low is not None and r.high is not None
         ]
+        sampling = Z * math.hypot(*errors)
         if math.isinf(seeds) and errors:
-            alone = Z * math.hypot(*errors)
-            notes = [*notes, f"the text's sampling error alone is ± {figure_text(alone, 2)}"]
-        half = math.hypot(seeds, Z * math.hypot(*errors), *ranges)
+            notes = [*notes, f"the text's sampling error alone is ± {figure_text(sampling, 2)}"]
+        half = math.hypot(seeds, sampling, *ranges)
         machines = {reading.run["hardware"] for reading in readings}
         if first.run["kind"] == "bench" and len(machines) > 1:
             half, notes = math.inf, [*notes, "the sides ran on unlike machines"]
@@ -241,7 +241,4 @@ def _distance(x: float, y: float, log: bool) -> float:
 
 
 def _flipped(effect: Effect) -> Effect:
-    return Effect(
-        value=-effect.value, low=-effect.high, high=-effect.low, n=effect.n, unit=effect.unit,
-        runs=effect.runs, notes=effect.notes,
-    )  # fmt: skip
+    return replace(effect, value=-effect.value, low=-effect.high, high=-effect.low)

@@ -13,6 +13,7 @@ from scipy.special import stdtr
 
 from mol.report.verdicts import Z, mean_half_width, sample_sd
 
+SCORES = ("acc", "acc_norm")  # the metrics of a zero-shot task
 # Item (subtask, number, content hash) -> its score.
 Items = dict[tuple[str, int, str], float]
 

@@ -9,7 +9,7 @@ from typing import Any
 from mol.base import UserError
 from mol.paper.cell import Label
 from mol.report.number import figure_text
-from mol.report.paired import Paired, paired, same_items
+from mol.report.paired import SCORES, Paired, paired, same_items
 from mol.report.readings import Reading, Runs
 
 HIGHER_IS_BETTER = {"token/s", "step/s", "ratio", "fraction"}
@@ -158,7 +158,7 @@ def best(readings: list[Reading]) -> Reading:
 def pair_of(runs: Runs, metric: str, one: Reading, other: Reading) -> Paired | str:
     """Two zero-shot scores compared item by item, or why they are not: "" for other metrics."""
     task = one.labels.get("task")
-    if metric not in ("acc", "acc_norm") or task is None:
+    if metric not in SCORES or task is None:
         return ""
     sides = [
         runs.items.get((reading.run["run_id"], str(task), metric), {}) for reading in (one, other)

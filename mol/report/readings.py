@@ -14,7 +14,7 @@ from mol.paper.cell import Cell, Label
 from mol.plan.cost import Measured, Shape, Speed, speeds
 from mol.plan.experiments import Paper
 from mol.plan.select import RUN_SPEC
-from mol.report.paired import Items
+from mol.report.paired import SCORES, Items
 from mol.report.rows import mappings
 from mol.report.verdicts import Protocol
 
@@ -58,6 +58,11 @@ class Reading:
         mine, theirs = self.run["steps"], other.run["steps"]
         if mine != theirs:
             raise UserError(f"{what}: not compared, trained for {mine} and {theirs} steps")
+
+
+def text_of(run: dict[str, Any]) -> str:
+    """What a run calls its text, empty where it read none; `OWN_TEXT` begins a reader's own."""
+    return json.loads(run["data"]).get("source", "")
 
 
 def unlike_tests(one: dict[str, Label], other: dict[str, Label]) -> str:
@@ -136,9 +141,7 @@ def load_runs(database: duckdb.DuckDBPyConnection, plan: Paper) -> Runs:
         curves[run_id].append((step, value))
     reasons = _reasons(database, runs)
     protocols = {name: bench.protocol for name, bench in plan.benches.items()}
-    for experiment in plan.experiments.values():
-        for task, version in experiment.task_versions.items():
-            protocols[task] = {"task_version": (version,)}
+    protocols |= {task: {"task_version": (own,)} for task, own in plan.task_versions.items()}
     return Runs(
         runs=runs, readings=dict(readings), curves=dict(curves), reasons=reasons,
         items=_items(database), protocols=protocols, speeds=speeds(_measured(database)),
@@ -163,7 +166,7 @@ def _items(database: duckdb.DuckDBPyConnection) -> dict[tuple[str, str, str], It
         "SELECT run_id, task, subtask, doc_id, doc_hash, acc, acc_norm FROM items ORDER BY ALL"
     )
     for run_id, task, subtask, doc_id, doc_hash, *scores in cursor.fetchall():
-        for metric, score in zip(("acc", "acc_norm"), scores, strict=True):
+        for metric, score in zip(SCORES, scores, strict=True):
             if score is not None:
                 found[run_id, task, metric][subtask, doc_id, doc_hash] = score
     return dict(found)

@@ -8,6 +8,7 @@ from typing import Any
 
 import duckdb
 
+from mol.data.config import OWN_TEXT
 from mol.report.number import like, signed
 from mol.report.rows import mappings
 
@@ -69,7 +70,7 @@ class View:
     @property
     def own_text(self) -> bool:
         """Whether the figure shown is of runs on a reader's own text (`mol.data.file`)."""
-        return bool(self.best) and (self.best["data"] or "").startswith("own text")
+        return bool(self.best) and (self.best["data"] or "").startswith(OWN_TEXT)
 
     def figure(self, scale: str) -> str:
         """Our figure at a scale as the paper prints, or empty; a crossover may never happen."""

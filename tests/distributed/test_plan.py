@@ -19,7 +19,7 @@ from mol.model.block_parallel import (
     placed,
 )
 from mol.model.transformer import LanguageModel
-from mol.ops.collectives import Traffic, rank, world
+from mol.ops.collectives import Traffic, of_all_ranks, rank, world
 from mol.plan import parallel
 from mol.plan.parallel import activation_bytes, share
 from mol.train import distributed
@@ -93,8 +93,7 @@ def placed_as_planned(spec) -> int:
 
 def rows_sent(routes, held):
     """Each stage's rows from this rank to others and from them to this one."""
-    every = [None] * world()
-    dist.all_gather_object(every, routes)
+    every = of_all_ranks(routes)
     first = sum(held[: rank()])
     for stage in range(len(routes)):
         here = [int(((r[stage] >= first) & (r[stage] < first + held[rank()])).sum()) for r in every]
