@@ -91,6 +91,11 @@ def test_every_printed_cell_has_a_row(parsed):
     assert rows == {cell.cell_id for cell in load_paper().cells}
 
 
+def test_a_unit_that_is_printed_is_not_said_twice(both_page):
+    html = both_page.read_text("utf-8")
+    assert '"Reported">53.3h</td>' in html and '"Reported">15.03 <small>ppl/token</small>' in html
+
+
 def test_reproduced_figures_lead_to_records_with_everything(both_page, parsed):
     html = both_page.read_text("utf-8")
     records = dict(re.findall(r'aria-label="Record of ([^"]+)" data-lines="([\d ]+)"', html))
