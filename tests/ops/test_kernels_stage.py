@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from torch.utils.checkpoint import checkpoint
+
 from mol.model import split_stage
 from mol.model.config import SplitLayer
 from mol.model.reference import reference_balance, reference_stage
@@ -26,9 +28,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("length", [1, 21])
-def test_outputs_and_all_gradients(name, length, monkeypatch):
+def make(name, monkeypatch):
     for module in (split_stage, dispatch, gated_delta, glue):
         monkeypatch.setattr(module, "has_kernels", lambda tensor: True)
     torch.manual_seed(0)
@@ -36,6 +36,14 @@ def test_outputs_and_all_gradients(name, length, monkeypatch):
     with torch.device(DEVICE):
         stage, rope = SplitStage(layer, 48), Rope(16)
         stage.init_weights(0.3, 0.3)
+    return stage, rope
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("length", [1, 21])
+def test_outputs_and_all_gradients(name, length, monkeypatch):
+    stage, rope = make(name, monkeypatch)
+    with torch.device(DEVICE):
         x_BTD = torch.randn(3, length, 48, requires_grad=True)
         toward_BTD = torch.randn(3, length, 48)
 
@@ -53,3 +61,18 @@ def test_outputs_and_all_gradients(name, length, monkeypatch):
     for what, mine, plain in zip(names, found, expected, strict=True):
         scale = plain.abs().max().clamp(min=1.0).item()
         torch.testing.assert_close(mine, plain, rtol=0, atol=2e-5 * scale, msg=what)
+
+
+@pytest.mark.parametrize("name", ["softmax", "hybrid"])
+def test_recomputed_activations_change_nothing(name, monkeypatch):
+    """Recomputation gives each saved tensor out once: no kernel may ask for it again."""
+    stage, rope = make(name, monkeypatch)
+    x_BTD = torch.randn(2, 9, 48, device=DEVICE, requires_grad=True)
+
+    def gradients(run):
+        y_BTD, balance, _ = run(x_BTD, rope)
+        return torch.autograd.grad(y_BTD.square().sum() + balance, [x_BTD, *stage.parameters()])
+
+    kept = gradients(stage)
+    recomputed = gradients(lambda *inputs: checkpoint(stage, *inputs, use_reentrant=False))
+    assert all(torch.equal(a, b) for a, b in zip(kept, recomputed, strict=True))

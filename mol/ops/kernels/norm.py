@@ -195,8 +195,9 @@ def _save(ctx, inputs, output):
 
 
 def _gradient(ctx, *grads):
-    _, attended_NM, bias_EM, _, _ = ctx.saved_tensors
-    grad_h, grad_a, grad_bias, grad_weight = _add_norm_backward(*ctx.saved_tensors, ctx.eps, *grads)
+    saved = ctx.saved_tensors  # once: recomputed layers give them out once
+    _, attended_NM, bias_EM, _, _ = saved
+    grad_h, grad_a, grad_bias, grad_weight = _add_norm_backward(*saved, ctx.eps, *grads)
     if bias_EM is None:
         grad_a = None if attended_NM is None else grad_h
         grad_bias = None

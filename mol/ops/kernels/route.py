@@ -233,10 +233,11 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _grad(ctx, grad_probability_XE, grad_weights_Xk, _):
+    x_XD, router_ED, *outputs = ctx.saved_tensors
     grad_x_XD, grad_PED = _backward(
-        *ctx.saved_tensors, grad_probability_XE, grad_weights_Xk, ctx.over_selected
+        x_XD, router_ED, *outputs, grad_probability_XE, grad_weights_Xk, ctx.over_selected
     )
-    return grad_x_XD, grad_PED.sum(0).to(ctx.saved_tensors[1].dtype), None, None
+    return grad_x_XD, grad_PED.sum(0).to(router_ED.dtype), None, None
 
 
 route.register_autograd(_grad, setup_context=_save)
