@@ -51,8 +51,8 @@ def grouped_mm(
         from mol.ops.kernels.grouped_gemm import grouped_gemm
 
         return grouped_gemm(x_NK, w_EKM, offs_E, None, 1, gelu, add_NM)
-    if add_NM is not None and w_EKM.shape[0] == 1 and _infers(x_NK):
-        return torch.addmm(add_NM, x_NK, w_EKM[0])
+    if add_NM is not None and has_kernels(x_NK) and (equal or w_EKM.shape[0] == 1):
+        return _sum(add_NM, x_NK, w_EKM)
     y_NM = _product(x_NK, w_EKM, offs_E, equal)
     if gelu:
         return F.gelu(y_NM, approximate="tanh")
@@ -61,8 +61,11 @@ def grouped_mm(
 
 def gathered_mm(x_XK: Tensor, w_EKM: Tensor, plan: RoutePlan) -> Tensor:
     """`grouped_mm` of the tokens' rows in packed order, [N, M]; on CUDA without gradients the
-    rows are gathered as they are multiplied."""
+    rows are gathered as they are multiplied, and blocks that see all tokens share one copy."""
     operand_XK = as_operand(x_XK, w_EKM)
+    if plan.equal and plan.n_blocks > 1 and has_kernels(operand_XK):
+        shared_EXK = operand_XK.expand(plan.n_blocks, *operand_XK.shape)
+        return torch.bmm(shared_EXK, w_EKM.to(operand_XK.dtype)).flatten(0, 1)
     if _fuses(operand_XK, w_EKM, plan.order_N.shape[0], plan.equal):
         from mol.ops.kernels.grouped_gemm import grouped_gemm
 
@@ -81,6 +84,15 @@ def _fuses(x: Tensor, w_EKM: Tensor, n_rows: int, equal: bool) -> bool:
 
 def _infers(x: Tensor) -> bool:
     return has_kernels(x) and not torch.is_grad_enabled()
+
+
+def _sum(add_NM: Tensor, x_NK: Tensor, w_EKM: Tensor) -> Tensor:
+    """add + the product of equal groups, without a pass of its own."""
+    n_groups = w_EKM.shape[0]
+    if n_groups == 1:
+        return torch.addmm(add_NM, x_NK, w_EKM[0])
+    groups = [t.reshape(n_groups, -1, t.shape[-1]) for t in (add_NM, x_NK)]
+    return torch.baddbmm(*groups, w_EKM).flatten(0, 1)
 
 
 def _product(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor, equal: bool) -> Tensor:

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from mol.ops.grouped import grouped_mm, grouped_mm_reference
+from mol.ops import grouped
+from mol.ops.dispatch import RoutePlan
+from mol.ops.grouped import gathered_mm, grouped_mm, grouped_mm_reference
 
 GROUPS = {
     "empty groups": [0, 5, 1, 0, 12, 0],
@@ -66,3 +68,25 @@ def test_autocast_takes_its_dtype():
     assert y.dtype == torch.bfloat16
     y.float().sum().backward()
     assert x.grad.dtype == w.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_equal_groups_as_on_cuda(blocks, monkeypatch):
+    """Sums with an addend in one product, and blocks that share the tokens' one copy."""
+    plan = RoutePlan.full(blocks, 2, 4, torch.device("cpu"))
+    x, w, offs = operands([8] * blocks, 8, 16, torch.float64)
+    add = torch.randn(8 * blocks, 16, dtype=torch.float64, requires_grad=True)
+    tokens = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
+
+    def results():
+        summed = grouped_mm(x, w, offs, equal=True, add_NM=add)
+        shared = gathered_mm(tokens, w, plan)
+        toward = torch.linspace(-1, 1, add.numel(), dtype=torch.float64).view_as(add)
+        loss = ((summed + 2 * shared) * toward).sum()
+        return [summed, shared, *torch.autograd.grad(loss, [x, w, add, tokens])]
+
+    expected = results()
+    monkeypatch.setattr(grouped, "has_kernels", lambda tensor: True)
+    monkeypatch.setattr(grouped, "_product", None if blocks > 1 else grouped._product)
+    for found, want in zip(results(), expected, strict=True):
+        torch.testing.assert_close(found, want)
