@@ -16,9 +16,9 @@ from mol.bench.common import (
     told,
 )
 from mol.bench.config import DispatchBench, DispatchCase
-from mol.bench.paths import dense_restricted, stages_by
 from mol.bench.timing import interleave
 from mol.model.config import ModelConfig, SplitLayer
+from mol.model.paths import dense_restricted, stages_by
 from mol.model.split_stage import SplitStage
 from mol.ops.attention import Rope
 from mol.ops.graph import Captured

@@ -10,7 +10,7 @@ import torch
 
 from mol.bench.common import Outcome, random_ids, random_model
 from mol.bench.config import LogitDiffBench
-from mol.bench.paths import dense_restricted, stages_by
+from mol.model.paths import dense_restricted, stages_by
 from mol.model.transformer import LanguageModel
 from mol.store.record import Metric
 

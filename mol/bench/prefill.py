@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mol.bench.batched import batched
 from mol.bench.common import (
     Outcome,
     attention_backend,
@@ -18,9 +17,10 @@ from mol.bench.common import (
     told,
 )
 from mol.bench.config import PrefillBench
-from mol.bench.paths import loop, stages_by
 from mol.bench.timing import measure, peak_memory, watch_memory
+from mol.model.batched import batched
 from mol.model.config import ModelConfig
+from mol.model.paths import loop, stages_by
 from mol.model.transformer import LanguageModel
 from mol.ops.gated_delta import by_fla
 from mol.ops.graph import Captured

@@ -17,7 +17,8 @@ METRICS = {
     "prefill_tokens_per_s": "token/s", "decode_ms": "ms/token", "attention_ms": "ms",
     "dispatch_speedup": "ratio", "dispatch_ms": "ms", "max_logit_diff": "logit",
     "max_abs_logit": "logit", "params_reduction": "fraction", "params_per_device": "count",
-    "all_reduce_per_stage": "count", "bytes_per_token": "byte",
+    "all_reduce_per_stage": "count", "bytes_per_token": "byte", "path_ppl": "ppl/token",
+    "path_ppl_change": "fraction",
 }  # fmt: skip
 
 CellUnit = Literal[

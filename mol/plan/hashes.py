@@ -17,13 +17,14 @@ Group = Literal["data", "train", "zeroshot", "bench", "protocols", "store", "rep
 # Command lines and listings read results or parse arguments; they do not decide numbers.
 _SKIP = ("command.py", "counts.py", "selfcheck.py", "trusted.py", "reference.py", "naive.py")
 _MODEL = ("mol/base.py", "mol/model/**/*.py", "mol/ops/**/*.py")
+_SCORING = ("mol/evaluate/perplexity.py", "mol/evaluate/dispatch_paths.py")
 GROUPS: dict[Group, tuple[str, ...]] = {  # "!" takes files out again
     "data": ("mol/base.py", "mol/data/*.py", "!mol/data/loader.py", "!mol/data/overlap.py"),
-    "train": (*_MODEL, "mol/data/loader.py", "mol/train/*.py", "mol/evaluate/perplexity.py"),
+    "train": (*_MODEL, "mol/data/loader.py", "mol/train/*.py", *_SCORING),
     "zeroshot": (
         *_MODEL,
         "mol/evaluate/**/*",
-        "!mol/evaluate/perplexity.py",
+        *(f"!{path}" for path in _SCORING),
         "!mol/evaluate/windows.py",
         "!mol/evaluate/protocols.py",
         "!mol/evaluate/calibrate.py",

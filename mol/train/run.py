@@ -12,6 +12,7 @@ from mol.data.config import FileSource
 from mol.data.loader import eval_sequences
 from mol.data.meta import CorpusMeta, load_meta
 from mol.data.packing import further_texts
+from mol.evaluate.dispatch_paths import computed_in_several_ways, path_metrics
 from mol.evaluate.perplexity import (
     evaluate_split,
     mean_and_error,
@@ -95,6 +96,13 @@ def _held_out(spec: TrainSpec, trained: Trained, corpus: Path, meta: CorpusMeta,
         )
 
 
+def _by_paths(spec: TrainSpec, trained: Trained, corpus: Path, device) -> list[Metric]:
+    if not computed_in_several_ways(spec.model):
+        return []
+    how = spec.evaluation.final_sequences, device, spec.precision == "bf16"
+    return path_metrics(trained.model, corpus, spec.seq_len, *how)
+
+
 def _further(spec: TrainSpec, trained: Trained, corpus: Path, device) -> Iterator[Metric]:
     """Figures of the source's further texts. They have names of their own, so that nothing that
     looks for a corpus's perplexity finds another text's."""
@@ -139,6 +147,7 @@ def execute(
     metrics = [
         *_held_out(spec, trained, corpus, meta, device),
         *_further(spec, trained, corpus, device),
+        *_by_paths(spec, trained, corpus, device),
         *_counts(spec),
         *_speed(spec, trained, device),
     ]

@@ -13,7 +13,6 @@ from mol.bench import (
     prefill,
     train_step,
 )
-from mol.bench.batched import batched
 from mol.bench.config import (
     AttentionBench,
     DecodeBench,
@@ -23,8 +22,9 @@ from mol.bench.config import (
     PrefillBench,
     TrainStepBench,
 )
-from mol.bench.paths import dense_restricted, loop, stages_by
+from mol.model.batched import batched
 from mol.model.config import DenseLayer, ModelConfig, SplitLayer
+from mol.model.paths import dense_restricted, loop, stages_by
 from mol.model.reference import reference_stage
 from mol.model.split_stage import SplitStage
 from mol.model.transformer import LanguageModel

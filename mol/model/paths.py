@@ -53,7 +53,8 @@ def loop(stage: SplitStage) -> Forward:
             if token_n.numel() == 0:
                 continue
             y_nD = thin_block(x_XD, _plan(token_n, x_XD.shape[0] // length, length), rope)
-            total_XD.index_add_(0, token_n, y_nD * weight_XE[token_n, block, None].to(y_nD.dtype))
+            y_nD = y_nD * weight_XE[token_n, block, None].to(y_nD.dtype)
+            total_XD.index_add_(0, token_n, y_nD.to(total_XD.dtype))
         return total_XD
 
     return as_stage(stage, routed)

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mol.bench.paths import Forward, as_stage, block_norm
 from mol.model.attention import SoftmaxAttention
 from mol.model.delta import TAPS, GatedDeltaNet
+from mol.model.paths import Forward, as_stage, block_norm
 from mol.model.split_stage import SplitStage
 from mol.ops.attention import Rope
 from mol.ops.gated_delta import gated_delta_rule
@@ -45,7 +45,9 @@ def batched(stage: SplitStage) -> Forward:
         y_ERD = torch.bmm(inner_ERd + ffn_ERd, blocks.up)
         weight_ER = weight_XE.t().gather(1, token_ER) * used_EBL.flatten(1)
         y_ERD = y_ERD * weight_ER[..., None].to(y_ERD.dtype)
-        return torch.zeros_like(x_XD).index_add_(0, token_ER.flatten(), y_ERD.flatten(0, 1))
+        return torch.zeros_like(x_XD).index_add_(
+            0, token_ER.flatten(), y_ERD.flatten(0, 1).to(x_XD.dtype)
+        )
 
     return as_stage(stage, routed)
 
