@@ -31,6 +31,7 @@ TILES = {
     "loads": Tiles(32, 32, 16, 4, 2),
     "copies": Tiles(32, 32, 16, 4, 2, tma=True),
     "resident": Tiles(32, 32, 16, 4, 2, tma=True, resident=True),
+    "splits": Tiles(32, 32, 16, 4, 2, tma=True, splits=2),
 }
 
 
@@ -67,7 +68,9 @@ def check(found, expected):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("how, slots", [("loads", 3), ("copies", None), ("resident", None)])
+@pytest.mark.parametrize(
+    "how, slots", [("loads", 3), ("copies", None), ("resident", None), ("splits", 3)]
+)
 def test_products(name, how, slots, monkeypatch, nan_memory):
     sizes, width_in, width_out, dtype = CASES[name]
     if len(sizes) > 8 and how != "resident" and DEVICE == "cpu":

@@ -15,7 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # (tokens, width, blocks, slots, over the chosen, dtype of x, dtype of the router): a program for
-# each of few tokens, tiles of 16, tiles of 64.
+# each of few tokens, tiles of 16, of 16 in pieces, tiles of 64.
 CASES = {
     "one token": (1, 70, 14, 3, True, BF16, BF16),
     "one block": (2, 24, 1, 1, True, FP32, FP32),
@@ -24,6 +24,7 @@ CASES = {
     "tiles": (145, 70, 14, 3, True, FP32, FP32),
     "tiles, every block": (133, 18, 5, 5, False, BF16, FP32),
     "tiles, 16 bits": (150, 530, 20, 2, True, BF16, BF16),
+    "pieces side by side": (150, 530, 14, 3, True, BF16, BF16),
     "tiles, fp16": (129, 40, 33, 10, True, FP16, FP16),
     "tall tiles": (170, 20, 14, 1, False, BF16, BF16),
     "tall tiles, fp32": (193, 140, 4, 3, True, FP32, FP32),

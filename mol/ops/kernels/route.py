@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mol.ops.kernels.dependent import launch, wait_for_inputs
 from mol.ops.kernels.operator import operator
 
 FEW = 128  # tokens up to which each has a program of its own: one for every multiprocessor
@@ -31,9 +32,14 @@ def _product(a, b, sums):
 def _route(
     x, router, probability, weights, chosen, tokens,
     WIDTH: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr, OVER_SELECTED: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the blocks and the SLOTS largest, of ROWS tokens or of a single one."""
+    """Softmax over the blocks and the SLOTS largest, of ROWS tokens or of a single one.
+
+    PIECES of CHUNK columns are multiplied side by side, each by warps of its own.
+    """
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = token < tokens
     block = tl.arange(0, PADDED)
@@ -47,6 +53,22 @@ def _route(
             rows = tl.load(router + at, mask=known[:, None] & (column < WIDTH), other=0.0)
             sums += rows.to(tl.float32) * part.to(tl.float32)
         scores = tl.sum(sums, 1)[None, :]
+    elif PIECES > 1:
+        sums = tl.zeros([PIECES, ROWS, PADDED], dtype=tl.float32)
+        piece = tl.arange(0, PIECES)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        for start in range(0, WIDTH, PIECES * CHUNK):
+            column = start + piece
+            within = column < WIDTH
+            part = tl.load(
+                x + token[None, :, None] * WIDTH + column[:, None, :],
+                mask=inside[None, :, None] & within[:, None, :], other=0.0,
+            )  # fmt: skip
+            columns = tl.load(
+                router + block[None, None, :] * WIDTH + column[:, :, None],
+                mask=known[None, None, :] & within[:, :, None], other=0.0,
+            )  # fmt: skip
+            sums = tl.dot(part, columns, sums)
+        scores = tl.sum(sums, 0)
     else:
         scores = tl.zeros([ROWS, PADDED], dtype=tl.float32)
         for start in range(0, WIDTH, CHUNK):
@@ -154,18 +176,26 @@ def route(
     outputs = _routed(x_XD, router_ED, k, over_selected)
     padded = max(16, triton.next_power_of_2(n_blocks))
     exact = x_XD.dtype == router_ED.dtype != torch.float32  # one product instead of three
-    if tokens <= FEW:
-        rows, chunk, tuned = 1, 16384 // padded, dict(num_warps=8)
-    elif tokens < TALL:  # few programs: each keeps more loads in flight
-        rows, chunk, tuned = 16, 256 if exact else 64, dict(num_warps=4, num_stages=5)
-    else:  # tall tiles read the router less often
-        rows, chunk, tuned = 64, 128 if exact else 64, dict(num_warps=4, num_stages=3)
-    _route[(triton.cdiv(tokens, rows),)](
-        x_XD.contiguous(), router_ED.contiguous(), *outputs, tokens,
-        WIDTH=width, BLOCKS=n_blocks, SLOTS=k, OVER_SELECTED=over_selected, ROWS=rows,
-        CHUNK=_chunk(width, chunk), PADDED=padded, **tuned,
+    rows, chunk, pieces, warps, stages = _tiles(tokens, padded, exact)
+    chunk = _chunk(width, chunk)
+    launch(
+        _route, (triton.cdiv(tokens, rows),), x_XD.contiguous(), router_ED.contiguous(), *outputs,
+        tokens, WIDTH=width, BLOCKS=n_blocks, SLOTS=k, OVER_SELECTED=over_selected, ROWS=rows,
+        CHUNK=chunk, PIECES=min(pieces, triton.next_power_of_2(triton.cdiv(width, chunk))),
+        PADDED=padded, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return outputs
+
+
+def _tiles(tokens: int, padded: int, exact: bool) -> tuple[int, int, int, int, int]:
+    """Tokens a program, columns at a time, pieces of them side by side, warps, stages."""
+    if tokens <= FEW:
+        return 1, 16384 // padded, 1, 8, 3
+    if tokens < TALL and exact and padded <= 16:  # all of a row is in flight at once
+        return 16, 256, 8, 8, 1
+    if tokens < TALL:  # few programs: each keeps more loads in flight
+        return 16, 256 if exact else 64, 1, 4, 5
+    return 64, 128 if exact else 64, 1, 4, 3  # tall tiles read the router less often
 
 
 def _chunk(width: int, most: int) -> int:
