@@ -116,7 +116,7 @@ class _PlacedStage(nn.Module):
 
 
 class ExchangedStage(_PlacedStage):
-    def _balance(self, routes: Routes) -> Tensor:
+    def _balance(self, routes: Routes) -> Tensor | None:
         return balance_of(routes)
 
     def _routed(self, x_XD, inner_XD, shared_XD, routes, batch, length, rope):

@@ -88,9 +88,9 @@ class SplitStage(nn.Module):
 
     def forward(
         self, x_BTD: Tensor, rope: Rope, cache: StageCache | None = None, start: int = 0
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(y [B, T, D], CV^2 balance loss (0-dim, 0 without router or gradients), routes [B, T, k]
-        or None)."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(y [B, T, D], CV^2 balance loss (0-dim, 0 without router, None without gradients), routes
+        [B, T, k] or None)."""
         batch, length, width = x_BTD.shape
         x_XD = x_BTD.reshape(-1, width)
         inner_XD = as_operand(x_XD, self.routed.down)
@@ -208,12 +208,10 @@ class SplitStage(nn.Module):
         return 1.0, 1 / config.top_k if divided else 1.0
 
 
-def balance_of(routes: Routes) -> Tensor:
-    """The balance loss of a forward pass that can be trained on, otherwise 0: only training reads
-    it, and its small kernels are a fifth of a short prompt's launches."""
-    if torch.is_grad_enabled():
-        return balance_loss(routes.probability_XE)
-    return routes.probability_XE.new_zeros(())
+def balance_of(routes: Routes) -> Tensor | None:
+    """The balance loss of a forward pass that can be trained on, otherwise None: only training
+    reads it, and its small kernels are a fifth of a short prompt's launches."""
+    return balance_loss(routes.probability_XE) if torch.is_grad_enabled() else None
 
 
 def balance_loss(probability_XE: Tensor) -> Tensor:
