@@ -47,7 +47,8 @@ class Stackable(nn.Module):
 
     `packed(x_NM, plan, rope, cache, start)` and `packed_step(x_NM, plan, rope, position, cache)`
     of the subclasses take packed rows and leave the output `bias` (None, or [E, M]) to the caller,
-    who adds more to the result; the methods here wrap them for one block on every token.
+    who adds more to the result; the methods here wrap them for one block on every token, and only
+    `unbiased` leaves it, too.
     """
 
     bias: Tensor | None = None
@@ -64,17 +65,19 @@ class Stackable(nn.Module):
         return weight[None] if self.stack is None else weight
 
     def forward(self, x_BTM: Tensor, rope: Rope, cache=None, start: int = 0) -> Tensor:
+        return self._biased(self.unbiased(x_BTM, rope, cache, start))
+
+    def unbiased(self, x_BTM: Tensor, rope: Rope, cache=None, start: int = 0) -> Tensor:
         batch, length, width = x_BTM.shape
         plan = RoutePlan.full(1, batch, length, x_BTM.device)
-        y_NM = self.packed(x_BTM.reshape(-1, width), plan, rope, cache, start)
-        return self._biased(y_NM).view_as(x_BTM)
+        return self.packed(x_BTM.reshape(-1, width), plan, rope, cache, start).view_as(x_BTM)
 
     def step(self, x_BM: Tensor, rope: Rope, position: int | Tensor, cache) -> Tensor:
         plan = RoutePlan.full(1, x_BM.shape[0], 1, x_BM.device)
         return self._biased(self.packed_step(x_BM, plan, rope, position, cache))
 
-    def _biased(self, y_NM: Tensor) -> Tensor:
-        return y_NM if self.bias is None else y_NM + self.bias.to(y_NM.dtype)
+    def _biased(self, y: Tensor) -> Tensor:
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class SoftmaxAttention(Stackable):

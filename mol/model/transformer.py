@@ -19,14 +19,14 @@ from mol.model.moe_ffn import RoutedFFN
 from mol.model.rank1 import Rank1Mixture
 from mol.model.split_stage import SplitStage
 from mol.ops.attention import Rope
-from mol.ops.glue import EPS
+from mol.ops.glue import EPS, add_layer_norm
 
 
 class ModelOutput(NamedTuple):
-    """`hidden` [B, T, D] after the final norm; `balance` the CV^2 loss averaged over the routed
-    layers (0-dim), 0 without one, and of split stages without gradients; `routes` the chosen blocks
-    [B, T, k] of each split layer with a linear router, numbered among the routed blocks, first
-    layer first."""
+    """`hidden` [B, T, D] after the final norm, inside autocast in its precision; `balance` the CV^2
+    loss averaged over the routed layers (0-dim), 0 without one, and of split stages without
+    gradients; `routes` the chosen blocks [B, T, k] of each split layer with a linear router,
+    numbered among the routed blocks, first layer first."""
 
     hidden: Tensor
     balance: Tensor
@@ -60,6 +60,14 @@ def make_norm(config: ModelConfig) -> nn.Module:
     """RMSNorm with a weight, or LayerNorm with weight and bias."""
     kind = nn.RMSNorm if config.norm == "rms" else nn.LayerNorm
     return kind(config.d_model, eps=EPS)
+
+
+def add_norm(
+    x: Tensor, branch: Tensor | None, bias: Tensor | None, norm: nn.Module, multiplied: bool = True
+) -> tuple[Tensor, Tensor]:
+    """(x' = x + branch + bias, norm(x')), see `mol.ops.glue.add_layer_norm`."""
+    shift = getattr(norm, "bias", None)  # RMSNorm has none
+    return add_layer_norm(x, branch, bias, norm.weight, shift, multiplied)
 
 
 class DenseFFN(nn.Module):
@@ -120,18 +128,30 @@ class FullWidthLayer(nn.Module):
         """Weights that a token leaves out."""
         return self.ffn.inactive_parameters()
 
-    def _ffn(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        y, balance = self.ffn(self.ffn_norm(x)), None
+    def _ffn(
+        self, x: Tensor, attended: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        # Routers read the norm in fp32.
+        multiplied = isinstance(self.ffn, DenseFFN)
+        x, normed = add_norm(x, attended, bias, self.ffn_norm, multiplied)
+        y, balance = self.ffn(normed), None
         if isinstance(self.ffn, RoutedFFN):
             y, balance = y
-        return x + y, balance
+        return x, y, balance
 
     def forward(
-        self, x_BTD: Tensor, rope: Rope, cache=None, start: int = 0
-    ) -> tuple[Tensor, Tensor | None, None]:
-        """(y [B, T, D], CV^2 of routed FFN experts, None: no blocks are routed)."""
-        attended_BTD = self.attention(self.attention_norm(x_BTD), rope, cache, start)
-        return *self._ffn(x_BTD + attended_BTD), None
+        self,
+        x_BTD: Tensor,
+        rope: Rope,
+        cache=None,
+        start: int = 0,
+        branch_BTD: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(x, branch [B, T, D], CV^2 of routed FFN experts). The layer's input is x + branch, if
+        there is one, and so is its output: the next norm adds them as it reads them."""
+        x_BTD, normed_BTD = add_norm(x_BTD, branch_BTD, None, self.attention_norm)
+        attended_BTD = self.attention.unbiased(normed_BTD, rope, cache, start)
+        return self._ffn(x_BTD, attended_BTD, self.attention.bias)
 
     def new_cache(self, batch: int, max_len: int):
         return self.attention.new_cache(batch, max_len)
@@ -147,8 +167,10 @@ class FullWidthLayer(nn.Module):
 
     def plain_step(self, x_BD: Tensor, rope: Rope, position: int | Tensor, cache) -> Tensor:
         """`step` as the layer's modules compute it: the fused step's reference."""
-        normed = self.attention_norm(x_BD)
-        return self._ffn(x_BD + self.attention.step(normed, rope, position, cache))[0]
+        normed_BD = add_norm(x_BD, None, None, self.attention_norm)[1]
+        attended_BD = self.attention.step(normed_BD, rope, position, cache)
+        x_BD, branch_BD, _ = self._ffn(x_BD, attended_BD, None)
+        return x_BD + branch_BD
 
 
 class LanguageModel(nn.Module):
@@ -221,28 +243,35 @@ class LanguageModel(nn.Module):
                 f"{ids_BT.shape[1]} tokens do not fit: the cache holds {start} of {cache.max_len}; "
                 "create it with a larger max_len"
             )
-        x_BTD = self.embedding(ids_BT)
+        x_BTD, branch_BTD = self.embedding(ids_BT), None
         balances, routes = [], []
         recompute = self.checkpoint_activations and cache is None and torch.is_grad_enabled()
         held = cache.layers if cache is not None else [None] * len(self.layers)
         for layer, rope, layer_cache in zip(self.layers, self._ropes, held, strict=True):
+            full = isinstance(layer, FullWidthLayer)
+            if branch_BTD is not None and (states is not None or not full):
+                x_BTD, branch_BTD = x_BTD + branch_BTD, None
             if states is not None:
                 states.append(x_BTD)
+            inputs = x_BTD, rope, layer_cache, start
+            if full:
+                inputs += (branch_BTD,)
             if recompute:
-                output = checkpoint(
-                    layer, x_BTD, rope, use_reentrant=False, preserve_rng_state=False
-                )
+                output = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                output = layer(x_BTD, rope, layer_cache, start)
-            x_BTD, balance, route = output
+                output = layer(*inputs)
+            if full:
+                x_BTD, branch_BTD, balance = output
+            else:
+                x_BTD, balance, route_BTk = output
+                if route_BTk is not None:
+                    routes.append(route_BTk)
             if balance is not None:
                 balances.append(balance)
-            if route is not None:
-                routes.append(route)
         if cache is not None:
             cache.position += ids_BT.shape[1]
         balance = sum(balances, x_BTD.new_zeros(())) / max(1, self._n_routed)
-        hidden_BTD = self.norm(x_BTD)
+        hidden_BTD = add_norm(x_BTD, branch_BTD, None, self.norm)[1]
         if states is not None:
             states.append(hidden_BTD)
         return ModelOutput(hidden_BTD, balance, routes)

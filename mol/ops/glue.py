@@ -2,8 +2,8 @@
 
 The PyTorch side is what the kernels are compared with by `mol selfcheck`, and all that fp64 runs.
 
-Shape suffixes: N packed rows, E blocks, M width of a block, H heads, d = M / H, C = 3 M channels
-(q, k, v), J taps, G = 2 H rates (a, b), P = 3 M projected columns.
+Shape suffixes: N packed rows, E blocks, M width of a block, D of the model, H heads, d = M / H,
+C = 3 M channels (q, k, v), J taps, G = 2 H rates (a, b), P = 3 M projected columns.
 """
 
 import torch
@@ -39,6 +39,38 @@ def add_norm(
     if bias_EM is not None:
         a_NM = a_NM + plan.expand(bias_EM.to(a_NM.dtype))
     return a_NM, norm(h_NM + a_NM, weight_EM, plan)
+
+
+def add_layer_norm(
+    x: Tensor,
+    a: Tensor | None,
+    bias_1D: Tensor | None,
+    weight_D: Tensor,
+    shift_D: Tensor | None,
+    multiplied: bool,
+) -> tuple[Tensor, Tensor]:
+    """(x' = x + a + bias, norm(x')) at full width, [..., D]: LayerNorm, or RMSNorm without a shift.
+
+    The norm comes in x's precision, or, if it is only `multiplied`, in that of the product: inside
+    autocast it is rounded once, by the kernel, rather than by each product. Without `a` there is
+    nothing to add, nor a bias.
+    """
+    dtype = x.dtype if a is None else torch.promote_types(x.dtype, a.dtype)
+    x, kind = x.to(dtype), x.device.type
+    if multiplied and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    # A compiler fuses all of this with what stands around it, but not the backward pass.
+    if has_kernels(x) and (torch.is_grad_enabled() or not torch.compiler.is_compiling()):
+        from mol.ops.kernels import layer_norm as kernels
+
+        return kernels.add_layer_norm(x, a, bias_1D, weight_D, shift_D, dtype, EPS)
+    if bias_1D is not None:
+        a = a + bias_1D.to(a.dtype)
+    if a is not None:
+        x = x + a
+    if shift_D is None:
+        return x, F.rms_norm(x, weight_D.shape, weight_D, EPS).to(dtype)
+    return x, F.layer_norm(x, weight_D.shape, weight_D, shift_D, EPS).to(dtype)
 
 
 def biased_heads(

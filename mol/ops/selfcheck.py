@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mol.ops import cross_entropy
 from mol.ops.attention import (
@@ -31,7 +31,7 @@ from mol.ops.cross_entropy import (
 )
 from mol.ops.dispatch import RoutePlan
 from mol.ops.gated_delta import gated_delta_rule, naive_gated_delta_rule
-from mol.ops.grouped import gathered_mm, grouped_mm, grouped_mm_reference
+from mol.ops.grouped import as_operand, gathered_mm, grouped_mm, grouped_mm_reference
 from mol.ops.short_conv import short_conv, short_conv_reference
 
 # On a CPU the project runs in fp32 and is tested in fp64; on CUDA it trains in bf16, where one
@@ -178,6 +178,9 @@ def _comparisons(device: torch.device, dtype: torch.dtype) -> Iterator[tuple]:
         for coverage in ("routed", "full"):
             name = f"one-pass stage, {attention}, {coverage}"
             yield (name, *_stage(attention, coverage, device, dtype), STAGE_TOLERANCES[dtype])
+    for norm in ("rms", "layer"):
+        name = f"full-width layer, norm = {norm}"
+        yield (name, *_full_width(norm, device, dtype), STAGE_TOLERANCES[dtype])
     # Imported here, as models import this package.
     from mol.ops.selfcheck_step import decode_steps
 
@@ -269,13 +272,11 @@ def _whole_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor
 def _stage(
     attention: str, coverage: str, device: torch.device, dtype: torch.dtype
 ) -> tuple[Callable, Callable]:
-    """A 1+2of6 stage as training runs it (bf16: fp32 weights in autocast), and the block loop."""
+    """A 1+2of6 stage and the block loop."""
     from mol.model.config import SplitLayer
     from mol.model.reference import reference_balance, reference_stage
     from mol.model.split_stage import SplitStage
 
-    autocast = dtype == torch.bfloat16
-    stored = torch.float32 if autocast else dtype
     config = SplitLayer(
         d_thin=128,
         n_heads=2,
@@ -286,31 +287,72 @@ def _stage(
         attention=attention,
         d_ff=93,
     )
+    rope = Rope(64)
+
+    def fast(stage: SplitStage, x: Tensor) -> tuple[Tensor, Tensor]:
+        y, balance, _ = stage(x, rope)
+        # x itself would hide errors of the much smaller update.
+        return y - x, balance
+
+    def plain(stage: SplitStage, x: Tensor) -> tuple[Tensor, Tensor]:
+        return reference_stage(stage, x, rope) - x, reference_balance(stage, x)
+
+    return _trained(lambda: SplitStage(config, 96), fast, plain, ("x",), device, dtype)
+
+
+def _full_width(norm: str, device: torch.device, dtype: torch.dtype) -> tuple[Callable, Callable]:
+    """A full-width layer whose input is still to be added, and its modules one after another."""
+    from mol.model.config import DenseLayer, ModelConfig
+    from mol.model.transformer import FullWidthLayer
+
+    dense, rope = DenseLayer(n_heads=3, d_ff=93), Rope(32)
+    config = ModelConfig(vocab_size=50, d_model=96, n_layers=1, layer=dense, norm=norm)
+
+    def fast(layer: FullWidthLayer, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        attended, ffn, _ = layer(x, rope, None, 0, as_operand(branch, layer.ffn.w_out))
+        return attended - x - branch, ffn
+
+    def plain(layer: FullWidthLayer, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + branch
+        attended = layer.attention(layer.attention_norm(x), rope)
+        return attended, layer.ffn(layer.ffn_norm(x + attended))
+
+    inputs = "x", "branch"
+    return _trained(lambda: FullWidthLayer(config, dense), fast, plain, inputs, device, dtype)
+
+
+def _trained(
+    make: Callable,
+    fast: Callable,
+    plain: Callable,
+    inputs: tuple[str, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Callable, Callable]:
+    """`fast(module, **inputs)` as training runs it (bf16: fp32 weights in autocast), and `plain` in
+    fp64 on the same weights and inputs [3, 37, 96]. Both return tensors, the first of which is
+    compared without gradients, too: other kernels give it then, in part."""
+    autocast = dtype == torch.bfloat16
+    stored = torch.float32 if autocast else dtype
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        stage = SplitStage(config, 96)
-        stage.init_weights(std=0.1, residual_std=0.1)
-        x_BTD = torch.randn(3, 37, 96)
-    stage = stage.to(device=device, dtype=stored)
-    x_BTD, rope = x_BTD.to(device=device, dtype=stored), Rope(64)
+        module = make()
+        module.init_weights(std=0.1, residual_std=0.1)
+        drawn = {name: torch.randn(3, 37, 96).to(device, stored) for name in inputs}
+    module = module.to(device=device, dtype=stored)
 
-    def run(model: SplitStage, x: Tensor, function: Callable) -> dict[str, Tensor]:
-        x = x.clone().requires_grad_()
-        y, balance = function(model, x)
-        # x itself would hide errors of the much smaller update.
-        found = _collect((y - x, balance), {"x": x, **dict(model.named_parameters())})
-        with torch.no_grad():  # other kernels than with gradients, in part
-            return found | {"output without gradients": function(model, x)[0] - x}
+    def run(function: Callable, module: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        values = {name: t.clone().requires_grad_() for name, t in values.items()}
+        found = _collect(function(module, **values), values | dict(module.named_parameters()))
+        with torch.no_grad():
+            return found | {"output without gradients": function(module, **values)[0]}
 
-    def fast() -> dict[str, Tensor]:
+    def run_fast() -> dict[str, Tensor]:
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            return run(stage, x_BTD, lambda model, x: model(x, rope)[:2])
+            return run(fast, module, drawn)
 
-    def plain() -> dict[str, Tensor]:
-        return run(
-            copy.deepcopy(stage).double(),
-            x_BTD.double(),
-            lambda model, x: (reference_stage(model, x, rope), reference_balance(model, x)),
-        )
+    def run_plain() -> dict[str, Tensor]:
+        wide = {name: t.double() for name, t in drawn.items()}
+        return run(plain, copy.deepcopy(module).double(), wide)
 
-    return fast, plain
+    return run_fast, run_plain
