@@ -15,7 +15,7 @@ from mol.model.rank1 import Rank1Mixture
 from mol.ops.attention import Rope
 from mol.ops.dispatch import RoutePlan
 from mol.ops.glue import add_norm, norm
-from mol.ops.grouped import gathered_mm, grouped_mm
+from mol.ops.grouped import ffn_sum, gathered_mm, grouped_mm
 
 ATTENTION = {"softmax": SoftmaxAttention, "deltanet": GatedDeltaNet}
 
@@ -88,8 +88,7 @@ class ThinBlocks(nn.Module):
         """attended + FFN(h)."""
         if self.rank1 is not None:
             return attended_Nd + self._mix_rank1(h_Nd, plan)
-        inner_NF = grouped_mm(h_Nd, self.ffn_in, plan.offs_E, plan.equal, gelu=True)
-        return grouped_mm(inner_NF, self.ffn_out, plan.offs_E, plan.equal, add_NM=attended_Nd)
+        return ffn_sum(h_Nd, self.ffn_in, self.ffn_out, attended_Nd, plan)
 
     def _mix_rank1(self, h_Nd: Tensor, plan: RoutePlan) -> Tensor:
         if plan.equal:

@@ -18,9 +18,9 @@ from mol.ops.tracing import has_kernels, untraced
 # more time on setting itself up. Beyond it rows of one block should share their reads.
 FEW_ROWS = 32
 
-_native = getattr(F, "grouped_mm", None) or torch._grouped_mm
+native_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
 # Tracing knows the product in bf16 alone, although CPUs run it in fp32 too.
-_untraced = untraced(_native)
+_untraced = untraced(native_mm)
 
 
 def as_operand(x: Tensor, weight: Tensor) -> Tensor:
@@ -51,6 +51,11 @@ def grouped_mm(
         from mol.ops.kernels.grouped_gemm import grouped_gemm
 
         return grouped_gemm(x_NK, w_EKM, offs_E, None, 1, gelu, add_NM)
+    if _trains(x_NK, w_EKM):
+        from mol.ops.grouped_train import trained_mm
+
+        y_NM = trained_mm(x_NK, w_EKM, offs_E, equal, add_NM)
+        return F.gelu(y_NM, approximate="tanh") if gelu else y_NM
     if add_NM is not None and has_kernels(x_NK) and (equal or w_EKM.shape[0] == 1):
         return _sum(add_NM, x_NK, w_EKM)
     y_NM = _product(x_NK, w_EKM, offs_E, equal)
@@ -63,6 +68,10 @@ def gathered_mm(x_XK: Tensor, w_EKM: Tensor, plan: RoutePlan) -> Tensor:
     """`grouped_mm` of the tokens' rows in packed order, [N, M]; on CUDA without gradients the
     rows are gathered as they are multiplied, and blocks that see all tokens share one copy."""
     operand_XK = as_operand(x_XK, w_EKM)
+    if _trains(operand_XK, w_EKM) and not (plan.equal and plan.n_blocks == 1):
+        from mol.ops.grouped_train import trained_gathered_mm
+
+        return trained_gathered_mm(operand_XK, w_EKM.to(operand_XK.dtype), plan)
     if plan.equal and plan.n_blocks > 1 and has_kernels(operand_XK):
         shared_EXK = operand_XK.expand(plan.n_blocks, *operand_XK.shape)
         return torch.bmm(shared_EXK, w_EKM.to(operand_XK.dtype)).flatten(0, 1)
@@ -73,6 +82,27 @@ def gathered_mm(x_XK: Tensor, w_EKM: Tensor, plan: RoutePlan) -> Tensor:
         rows = plan.offs_E, plan.order_N, plan.slots
         return grouped_gemm(operand_XK, w_EKM, *rows, False, None)
     return grouped_mm(plan.gather(operand_XK), w_EKM, plan.offs_E, plan.equal)
+
+
+def ffn_sum(
+    h_Nd: Tensor, in_EdF: Tensor, out_EFd: Tensor, add_Nd: Tensor, plan: RoutePlan
+) -> Tensor:
+    """add + the feed-forward network of each row's block, GELU(h W_in) W_out."""
+    offs_E, equal = plan.offs_E, plan.equal
+    operand_Nd = as_operand(h_Nd, in_EdF)
+    if _trains(operand_Nd, in_EdF):
+        from mol.ops.grouped_train import trained_ffn
+
+        operands = (t.to(operand_Nd.dtype) for t in (in_EdF, out_EFd, add_Nd))
+        return trained_ffn(operand_Nd, *operands, offs_E, equal)
+    inner_NF = grouped_mm(h_Nd, in_EdF, offs_E, equal, gelu=True)
+    return grouped_mm(inner_NF, out_EFd, offs_E, equal, add_NM=add_Nd)
+
+
+def _trains(x: Tensor, w_EKM: Tensor) -> bool:
+    """Whether the product, with gradients, is one of `mol.ops.grouped_train`."""
+    aligned = w_EKM.shape[1] % 8 == w_EKM.shape[2] % 8 == 0
+    return aligned and has_kernels(x) and x.dtype == torch.bfloat16 and torch.is_grad_enabled()
 
 
 def _fuses(x: Tensor, w_EKM: Tensor, n_rows: int, equal: bool) -> bool:
@@ -112,12 +142,12 @@ def _product(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor, equal: bool) -> Tensor
     multiple = 16 // x_NK.element_size()
     pad_in, pad_out = -width_in % multiple, -width_out % multiple
     if not (pad_in or pad_out):
-        native = _native if x_NK.dtype == torch.bfloat16 else _untraced
+        native = native_mm if x_NK.dtype == torch.bfloat16 else _untraced
         return native(x_NK.contiguous(), w_EKM.contiguous(), offs=offs_E)
     if not cuda:
         return grouped_mm_reference(x_NK, w_EKM, offs_E)
     # Zero columns cost a copy; the loop would cost a host sync and E small products.
-    y_NM = _native(F.pad(x_NK, (0, pad_in)), F.pad(w_EKM, (0, pad_out, 0, pad_in)), offs=offs_E)
+    y_NM = native_mm(F.pad(x_NK, (0, pad_in)), F.pad(w_EKM, (0, pad_out, 0, pad_in)), offs=offs_E)
     return y_NM[:, :width_out]
 
 
