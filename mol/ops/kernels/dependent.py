@@ -55,7 +55,7 @@ def wait_for_inputs(PDL: tl.constexpr):
 def prefetch(x, part, parts, BYTES: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr):
     """Part `part` of `parts` of BYTES (a multiple of 16) of weights from x on into the L2 cache,
     before the wait and by THREADS threads."""
-    if PDL:
+    if PDL and BYTES > 0:
         PIECE: tl.constexpr = 2048 if BYTES % 2048 == 0 else 16
         PIECES: tl.constexpr = BYTES // PIECE
         start = x.to(tl.int64)
