@@ -17,13 +17,11 @@ from torch import Tensor
 
 from mol.ops.kernels.operator import operator
 
-# Of a tile, 8 a thread: backward keeps three sums beside three operands, and three programs share a
-# multiprocessor only with at most 85 registers a thread.
-ELEMENTS = 2048
-WARPS = 8
-# Six for each of an H200's 132 multiprocessors: whole turns whether two or three fit at a time.
-# Each leaves rows of partial sums, so more programs would be more bytes.
-PROGRAMS = 792
+ELEMENTS = 1024  # of a tile, 8 a thread: backward keeps three sums beside three operands
+# What an H200's 132 multiprocessors hold at once up to 1024 columns, by the registers of sm_90 (64
+# a thread forward, 80 backward), and whole turns beyond. A program of the backward pass leaves up
+# to three rows of partial sums, so more of them would be more bytes.
+FORWARD, BACKWARD = 8 * 132, 6 * 132
 
 
 @triton.jit
@@ -114,14 +112,15 @@ def _backward(
         tl.store(part + (1 + CENTER) * WIDTH, tl.sum(sum_bias, 0), mask=inside)
 
 
-def _sizes(x: Tensor) -> tuple[int, dict[str, int]]:
-    """Programs, and the kernels' constants."""
+def _sizes(x: Tensor, most: int) -> tuple[int, dict[str, int]]:
+    """Programs, at `most` so many, and the kernels' constants."""
     width = x.shape[-1]
     wide = triton.next_power_of_2(width)
     rows = max(1, min(128, ELEMENTS // wide))
     tiles = triton.cdiv(x.numel() // width, rows)
-    sizes = {"WIDTH": width, "WIDE": wide, "ROWS": rows, "num_warps": WARPS}
-    return max(1, min(PROGRAMS, tiles)), sizes
+    warps = min(16, max(4, wide // 256))
+    sizes = {"WIDTH": width, "WIDE": wide, "ROWS": rows, "num_warps": warps}
+    return max(1, min(most, tiles)), sizes
 
 
 def add_layer_norm(
@@ -156,7 +155,7 @@ def _add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """(x', y); an operator must not return its input, so x' is empty without an addition."""
     summed, normed = _outputs(x, a, dtype)
-    programs, sizes = _sizes(x)
+    programs, sizes = _sizes(x, FORWARD)
     _forward[(programs,)](
         *_contiguous(x, a, bias, weight_D, shift_D), summed, normed, x.numel() // x.shape[-1], eps,
         ADD=a is not None, BIAS=bias is not None, CENTER=shift_D is not None, **sizes,
@@ -187,7 +186,7 @@ def _add_layer_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, of a (empty if in x's precision: the same) and, [K, D] in fp32, of weight,
     shift and bias, as far as they are there."""
-    programs, sizes = _sizes(summed)
+    programs, sizes = _sizes(summed, BACKWARD)
     grad_x, grad_a, sums_KD = _gradients(summed, a_dtype, biased, centered)
     part_PKD = sums_KD.new_empty(programs, *sums_KD.shape)
     _backward[(programs,)](
