@@ -32,6 +32,7 @@ from mol.ops.cross_entropy import (
 from mol.ops.dispatch import RoutePlan
 from mol.ops.gated_delta import gated_delta_rule, naive_gated_delta_rule
 from mol.ops.grouped import as_operand, gathered_mm, grouped_mm, grouped_mm_reference
+from mol.ops.selfcheck_train import INNER, WIDTH, trained_products
 from mol.ops.short_conv import short_conv, short_conv_reference
 
 # On a CPU the project runs in fp32 and is tested in fp64; on CUDA it trains in bf16, where one
@@ -164,6 +165,8 @@ def _comparisons(device: torch.device, dtype: torch.dtype) -> Iterator[tuple]:
         x=draw(3 * 29 * 2, 24),
         w=draw(7, 24, 4),
     )
+    fast, plain, operands = trained_products(draw, plan)
+    yield pair(f"grouped products {WIDTH} and {INNER} wide", fast, plain, **operands)
     yield "grouped products without gradients", *_products(draw, plan), TOLERANCES[dtype]
     yield from _decode(draw, device, TOLERANCES[dtype])
     targets = torch.randint(0, 301, (77,), generator=generator).to(device)
