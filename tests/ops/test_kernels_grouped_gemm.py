@@ -31,7 +31,6 @@ TILES = {
     "loads": Tiles(32, 32, 16, 4, 2),
     "copies": Tiles(32, 32, 16, 4, 2, tma=True),
     "resident": Tiles(32, 32, 16, 4, 2, tma=True, resident=True),
-    "splits": Tiles(32, 32, 16, 4, 2, tma=True, splits=2),
 }
 
 
@@ -68,9 +67,7 @@ def check(found, expected):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(
-    "how, slots", [("loads", 3), ("copies", None), ("resident", None), ("splits", 3)]
-)
+@pytest.mark.parametrize("how, slots", [("loads", 3), ("copies", None), ("resident", None)])
 def test_products(name, how, slots, monkeypatch, nan_memory):
     sizes, width_in, width_out, dtype = CASES[name]
     if len(sizes) > 8 and how != "resident" and DEVICE == "cpu":
@@ -91,7 +88,7 @@ def test_products(name, how, slots, monkeypatch, nan_memory):
 def test_every_rule_for_tiles_computes(rows_a_block, widths, nan_memory):
     """Tiles chosen for many rows compute few of them, too."""
     sizes = [7, 0, 3]
-    tiles = kernels.tiles_for(False, *widths, rows_a_block)
+    tiles = kernels.tiles_for(False, *widths, False, rows_a_block)
     x, w, offs, _ = operands(sizes, *widths, BF16)
     expected = plain(x, w, sizes, range(10))
     check(kernels.launch(tiles, x, w, offs, None, 1, False, None), expected)

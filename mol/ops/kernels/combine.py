@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mol.ops.kernels.dependent import launch, one_by_one, wait_for_inputs
 from mol.ops.kernels.operator import operator
 
 
@@ -22,10 +21,8 @@ from mol.ops.kernels.operator import operator
 def _sum(
     y, inverse, weights, base, shared, out, tokens, shared_scale, scale,
     WIDTH: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Some columns of some tokens: base + shared_scale shared + scale sum_j w_j y_j."""
-    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = token < tokens
@@ -51,10 +48,8 @@ def _sum(
 def _spread(
     x, y, inverse, weights, rows, grad_weights, grad_shared, tokens, shared_scale, scale,
     WIDTH: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """scale w_j x to each of a token's rows; with y also <scale x, y_j>, the gradient of w_j."""
-    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = token < tokens
@@ -84,9 +79,8 @@ def _launch(kernel, tokens: int, width: int, slots: int, *args, whole: bool = Fa
     if not whole:
         columns = min(columns, 2048 if tokens > 128 else 256)
     rows = max(1, 1024 // columns) if tokens > 128 else 1
-    launch(
-        kernel, (triton.cdiv(tokens, rows), triton.cdiv(width, columns)), *args,
-        WIDTH=width, SLOTS=slots, ROWS=rows, COLUMNS=columns,
+    kernel[(triton.cdiv(tokens, rows), triton.cdiv(width, columns))](
+        *args, WIDTH=width, SLOTS=slots, ROWS=rows, COLUMNS=columns,
         num_warps=min(16, max(1, rows * columns // 512)),
     )  # fmt: skip
 
@@ -131,7 +125,6 @@ def _combined(
 
 
 @torch.library.custom_op("mol::combine_backward", mutates_args=())
-@one_by_one()
 def _combine_backward(
     grad_XD: Tensor,
     y_ND: Tensor | None,

@@ -43,7 +43,6 @@ from mol.ops.kernels.delta_solve import (
     state_at,
     store_rows,
 )
-from mol.ops.kernels.dependent import launch, wait_for_inputs
 from mol.ops.kernels.operator import operator
 
 
@@ -52,10 +51,9 @@ def _states(
     k, w, u, decay, cu_seqlens, initial, states, final,
     HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_WIDE: tl.constexpr,
     COLUMNS: tl.constexpr, PRECISION: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    WANTS_FINAL: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    WANTS_FINAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Columns of one segment's and head's state through its chunks; U becomes V' in place."""
-    wait_for_inputs(PDL)
     first = tl.program_id(0) % tl.cdiv(E, COLUMNS) * COLUMNS
     head = tl.program_id(0) // tl.cdiv(E, COLUMNS) % HEADS
     segment = tl.program_id(0) // (tl.cdiv(E, COLUMNS) * HEADS)
@@ -89,10 +87,9 @@ def _states(
 def _outputs(
     q, k, v_new, decay, states, cu_seqlens, o, scale, segments,
     HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_WIDE: tl.constexpr,
-    E_WIDE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    E_WIDE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """O of one chunk of one head."""
-    wait_for_inputs(PDL)
     head, slot = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
     row, end = find_chunk(cu_seqlens, slot, segments, SEGMENTS)
     if row >= end:
@@ -151,19 +148,19 @@ def delta_rule_op(
     # rows of more than 128 bytes need the registers of more.
     row_bytes = max(sizes["D_WIDE"], sizes["E_WIDE"]) * k.element_size()
     warps = 2 if row_bytes <= 128 else 4 if row_bytes <= 256 else 8
-    launch(
-        solve, (slots * heads,), k, v, g, beta, cu_seqlens, decay, t, w, v_new, segments,
+    solve[(slots * heads,)](
+        k, v, g, beta, cu_seqlens, decay, t, w, v_new, segments,
         KEEP_T=train, num_warps=warps, **sizes,
     )  # fmt: skip
-    grid, constants = chain_launch(sizes, segments, 2 * sizes["D_WIDE"], k.element_size())
-    launch(
-        _states, grid, k, w, v_new, decay, cu_seqlens,
+    grid, launch = chain_launch(sizes, segments, 2 * sizes["D_WIDE"], k.element_size())
+    _states[grid](
+        k, w, v_new, decay, cu_seqlens,
         final if initial is None else initial.float().contiguous(), states, final,
-        HAS_INITIAL=initial is not None, WANTS_FINAL=final_state, **constants,
+        HAS_INITIAL=initial is not None, WANTS_FINAL=final_state, **launch,
     )  # fmt: skip
-    launch(
-        _outputs, (slots * heads,), q, k, v_new, decay, states, cu_seqlens, o,
-        q.shape[-1] ** -0.5, segments, num_warps=4, **sizes,
+    _outputs[(slots * heads,)](
+        q, k, v_new, decay, states, cu_seqlens, o, q.shape[-1] ** -0.5, segments,
+        num_warps=4, **sizes,
     )  # fmt: skip
     return o, final, decay, t, v_new, states
 

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mol.ops.kernels.dependent import launch, wait_for_inputs
 from mol.ops.kernels.mix_tiles import shifted
 from mol.ops.kernels.operator import operator
 from mol.ops.kernels.shares import block_share, count_parts, row_strided
@@ -22,15 +21,13 @@ ELEMENTS = 2048  # of a tile, 16 a thread
 def _gated(
     o, gate, norm, offs, y, parts, eps, STRIDE: tl.constexpr, HEADS: tl.constexpr,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows here are heads of packed rows, in order: ROWS of them a tile."""
     block = tl.program_id(0) // parts
+    first, last = block_share(offs, block, tl.program_id(0) % parts, parts, TILE)
     column = tl.arange(0, WIDE)
     inside = column < WIDTH
     weight = tl.load(norm + block * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
-    first, last = block_share(offs, block, tl.program_id(0) % parts, parts, TILE)
     for start in range(first * HEADS, last * HEADS, ROWS):
         head = (start + tl.arange(0, ROWS)).to(tl.int64)
         mask = (head < last * HEADS)[:, None] & inside[None, :]
@@ -87,9 +84,9 @@ def gated_norm(
     n_blocks = norm_Ed.shape[0]
     sizes = _gated_sizes(o_NHd, ELEMENTS)
     parts = count_parts(o_NHd.shape[0], n_blocks, sizes["TILE"])
-    launch(
-        _gated, (n_blocks * parts,), o_NHd.contiguous(), gate_NM, norm_Ed.contiguous(), offs_E,
-        y_NM, parts, eps, STRIDE=gate_NM.stride(0), **sizes,
+    _gated[(n_blocks * parts,)](
+        o_NHd.contiguous(), gate_NM, norm_Ed.contiguous(), offs_E, y_NM, parts, eps,
+        STRIDE=gate_NM.stride(0), **sizes,
     )  # fmt: skip
     return y_NM
 

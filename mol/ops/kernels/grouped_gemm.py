@@ -15,8 +15,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mol.ops.kernels.dependent import launch as launch_kernel
-from mol.ops.kernels.dependent import prefetch, wait_for_inputs
 from mol.ops.kernels.operator import operator
 
 
@@ -24,8 +22,7 @@ class Tiles(NamedTuple):
     """How one shape is computed: `rows` x `columns` of y a program, `depth` of K at a time, of
     which `stages` are in flight; `tma`: matrices (and rows, if not gathered) are copied by the
     tensor memory accelerator; `resident`: programs stay for several tiles, and the next one's
-    copies start before a tile is stored; `splits` programs share the depth of one tile, and a
-    second kernel adds their sums."""
+    copies start before a tile is stored."""
 
     rows: int
     columns: int
@@ -34,32 +31,33 @@ class Tiles(NamedTuple):
     stages: int
     tma: bool = False
     resident: bool = False
-    splits: int = 1
 
 
-# (gathered, K, M): ((from this many rows a block on, tiles), ...), in rising order.
-# The fastest of twelve each on one H200, bf16, 14 blocks of 219, 878 and 7,022 rows.
+# (gathered, K, M, GELU follows): ((from this many rows a block on, tiles), ...), in rising order.
+# The fastest of 20 each on one H200, bf16, 14 blocks of 219 and 878 rows, of twelve for 7,022.
 _WIDE = Tiles(128, 256, 64, 8, 3, tma=True, resident=True)
 _FLAT = Tiles(64, 256, 64, 4, 4, tma=True)
-MEASURED: dict[tuple[bool, int, int], tuple[tuple[int, Tiles], ...]] = {
-    (True, 2048, 512): ((0, _FLAT), (2483, Tiles(128, 256, 64, 8, 4))),
-    (False, 512, 2064): ((0, _WIDE),),
-    (False, 512, 512): ((0, _FLAT), (439, _WIDE)),
-    (False, 512, 2048): (
-        (0, _WIDE),
-        (439, Tiles(128, 128, 64, 8, 3, tma=True)),
+MEASURED: dict[tuple[bool, int, int, bool], tuple[tuple[int, Tiles], ...]] = {
+    (True, 2048, 512, False): ((0, _FLAT), (439, Tiles(128, 256, 64, 8, 4))),
+    (False, 512, 2064, False): ((0, _WIDE),),
+    (False, 512, 512, False): ((0, _FLAT), (439, _WIDE)),
+    (False, 512, 2048, True): (
+        (0, Tiles(128, 128, 64, 8, 3, tma=True)),
         (2483, _WIDE),
     ),
-    (False, 2048, 512): ((0, _FLAT), (2483, Tiles(128, 128, 64, 4, 3, tma=True))),
+    (False, 512, 2048, False): ((0, _WIDE),),
+    (False, 2048, 512, False): ((0, _FLAT), (439, Tiles(128, 128, 64, 4, 3, tma=True))),
 }
 SMALL = Tiles(64, 128, 64, 4, 4, tma=True)
 MEDIUM = Tiles(128, 128, 64, 8, 3, tma=True)
 LARGE = Tiles(128, 256, 64, 8, 4, tma=True)
 
 
-def tiles_for(gathered: bool, width_in: int, width_out: int, rows_a_block: float) -> Tiles:
+def tiles_for(
+    gathered: bool, width_in: int, width_out: int, gelu: bool, rows_a_block: float
+) -> Tiles:
     """Measured tiles for the shape, else by how many rows share a matrix."""
-    known = MEASURED.get((gathered, width_in, width_out), ())
+    known = MEASURED.get((gathered, width_in, width_out, gelu), ())
     fitting = [tiles for start, tiles in known if rows_a_block >= start]
     if fitting:
         return fitting[-1]
@@ -90,24 +88,12 @@ def _place(starts, ends, tiles, tile, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _gelu(x):
-    """x / 2 (1 + tanh u) is x / (1 + exp(-2 u))."""
-    twice = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    return x / (1.0 + tl.exp(-twice))
-
-
-@triton.jit
 def _tile(
     x, w, order, add, y, block, first, end, start_column, SLOTS: tl.constexpr, GELU: tl.constexpr,
     TMA: tl.constexpr, K: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, split=0, SPLITS: tl.constexpr = 1,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """The tile of y whose first row and column are given, or one split's share of its sums."""
-    SHARE: tl.constexpr = K // SPLITS
-    if SPLITS > 1:
-        begin = split * SHARE
-    else:
-        begin = 0
+    """The tile of y whose first row and column are given."""
     row = first + tl.arange(0, ROWS)
     # Rows beyond the block repeat its last one; they are not stored.
     source = tl.minimum(row, end - 1).to(tl.int64)
@@ -118,7 +104,7 @@ def _tile(
     rows_at = source[:, None] * K + depth[None, :]
     columns_at = block.to(tl.int64) * (K * M) + depth[:, None] * M + column[None, :]
     sums = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for start in range(begin, begin + SHARE, DEPTH):
+    for start in range(0, K, DEPTH):
         if TMA and order is None:
             left = x.load([first, start])
         elif K % DEPTH == 0:
@@ -132,7 +118,9 @@ def _tile(
             right = tl.load(w + columns_at + start * M, mask=mask, other=0.0)
         sums = tl.dot(left, right, sums)
     if GELU:
-        sums = _gelu(sums)
+        # x / 2 (1 + tanh u) is x / (1 + exp(-2 u)).
+        twice = 1.5957691216057308 * (sums + 0.044715 * sums * sums * sums)
+        sums = sums / (1.0 + tl.exp(-twice))
     at = row.to(tl.int64)[:, None] * M + column[None, :]
     mask = (row < end)[:, None] & (column < M)[None, :]
     if add is not None:
@@ -140,23 +128,16 @@ def _tile(
     tl.store(y + at, sums.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit
 def _grouped_gemm(
-    x, w, matrices, offs, order, add, y, n_rows, COUNT: tl.constexpr, PADDED: tl.constexpr,
-    SLOTS: tl.constexpr, GELU: tl.constexpr, TMA: tl.constexpr, RESIDENT: tl.constexpr,
-    K: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
-    PDL: tl.constexpr,
+    x, w, offs, order, add, y, COUNT: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr,
+    GELU: tl.constexpr, TMA: tl.constexpr, RESIDENT: tl.constexpr, K: tl.constexpr,
+    M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Programs beside each other share rows of x, and the next ones their block's matrix.
-
-    Meanwhile the first AHEAD bytes of `matrices`, which w copies from, go into the L2 cache.
-    """
-    prefetch(matrices, tl.program_id(0), tl.num_programs(0), AHEAD, THREADS, PDL)
-    wait_for_inputs(PDL)
+    """Programs beside each other share rows of x, and the next ones their block's matrix."""
     ACROSS: tl.constexpr = tl.cdiv(M, COLUMNS)
     starts, ends, tiles = _blocks(offs, COUNT, PADDED, ROWS)
-    count = tl.sum(tiles, 0) * ACROSS * SPLITS
+    count = tl.sum(tiles, 0) * ACROSS
     number = tl.program_id(0)
     if RESIDENT:
         for mine in tl.range(number, count, tl.num_programs(0), flatten=True):
@@ -166,33 +147,11 @@ def _grouped_gemm(
                 K, M, ROWS, COLUMNS, DEPTH,
             )  # fmt: skip
     elif number < count:
-        block, first, end = _place(starts, ends, tiles, number // ACROSS // SPLITS, ROWS)
-        split = number // ACROSS % SPLITS
-        part = y + split.to(tl.int64) * n_rows * M
+        block, first, end = _place(starts, ends, tiles, number // ACROSS, ROWS)
         _tile(
-            x, w, order, add, part, block, first, end, number % ACROSS * COLUMNS, SLOTS, GELU, TMA,
-            K, M, ROWS, COLUMNS, DEPTH, split, SPLITS,
+            x, w, order, add, y, block, first, end, number % ACROSS * COLUMNS, SLOTS, GELU, TMA,
+            K, M, ROWS, COLUMNS, DEPTH,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["elements"])
-def _join_splits(
-    parts, add, y, elements, SPLITS: tl.constexpr, GELU: tl.constexpr, TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """The splits' sums, added in order, and what follows on them."""
-    wait_for_inputs(PDL)
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    mask = at < elements
-    sums = tl.zeros([TILE], dtype=tl.float32)
-    for split in tl.static_range(SPLITS):
-        part = parts + elements.to(tl.int64) * split
-        sums += tl.load(part + at, mask=mask, other=0.0)
-    if GELU:
-        sums = _gelu(sums)
-    if add is not None:
-        sums += tl.load(add + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + at, sums.to(y.dtype.element_ty), mask=mask)
 
 
 def _programs(device: torch.device) -> int:
@@ -213,12 +172,10 @@ def launch(
     add_NM: Tensor | None,
 ) -> Tensor:
     """`grouped_gemm` by given tiles; matrices that cannot be copied as they ask are loaded."""
-    rows, columns, depth, warps, stages, tma, resident, splits = tiles
-    n_blocks, width_in, width_out = w_EKM.shape
-    if width_in % (splits * depth):
-        splits = 1
+    rows, columns, depth, warps, stages, tma, resident = tiles
     # Addresses of gathered rows cannot be loaded ahead of the tile before them.
-    resident = resident and order_N is None and splits == 1
+    resident = resident and order_N is None
+    n_blocks, width_in, width_out = w_EKM.shape
     x_XK, w_EKM = x_XK.contiguous(), w_EKM.contiguous()
     n_rows = x_XK.shape[0] if order_N is None else order_N.shape[0]
     y_NM = torch.empty(n_rows, width_out, dtype=x_XK.dtype, device=x_XK.device)
@@ -235,34 +192,16 @@ def launch(
         if order_N is None:
             x = TensorDescriptor.from_tensor(x_XK, [rows, depth])
     # A block's last tile may be partly empty; programs beyond the last tile find nothing to do.
-    programs = (n_rows // rows + n_blocks) * triton.cdiv(width_out, columns) * splits
+    programs = (n_rows // rows + n_blocks) * triton.cdiv(width_out, columns)
     if resident:
         programs = min(programs, _programs(x_XK.device))
-    add_NM = None if add_NM is None else add_NM.contiguous()
-    sums = y_NM, add_NM, gelu
-    if splits > 1:
-        parts = torch.empty(splits, n_rows, width_out, dtype=torch.float32, device=x_XK.device)
-        sums = parts, None, False
-    launch_kernel(
-        _grouped_gemm, (programs,), x, w, w_EKM, offs_E, order_N, sums[1], sums[0], n_rows,
-        COUNT=n_blocks, PADDED=max(2, triton.next_power_of_2(n_blocks)), SLOTS=slots, GELU=sums[2],
+    _grouped_gemm[(programs,)](
+        x, w, offs_E, order_N, None if add_NM is None else add_NM.contiguous(), y_NM,
+        COUNT=n_blocks, PADDED=max(2, triton.next_power_of_2(n_blocks)), SLOTS=slots, GELU=gelu,
         TMA=tma, RESIDENT=resident, K=width_in, M=width_out, ROWS=rows, COLUMNS=columns,
-        DEPTH=depth, SPLITS=splits, AHEAD=_bytes_ahead(w_EKM), THREADS=32 * warps,
-        num_warps=warps, num_stages=stages,
+        DEPTH=depth, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    if splits > 1:
-        elements = y_NM.numel()
-        launch_kernel(
-            _join_splits, (triton.cdiv(elements, 1024),), parts, add_NM, y_NM, elements,
-            SPLITS=splits, GELU=gelu, TILE=1024, num_warps=4,
-        )  # fmt: skip
     return y_NM
-
-
-def _bytes_ahead(w_EKM: Tensor) -> int:
-    """Of the matrices, what is read into the L2 cache while the kernel before still runs."""
-    size = w_EKM.numel() * w_EKM.element_size()
-    return 0 if w_EKM.data_ptr() % 16 or size % 16 else size
 
 
 @operator("mol::grouped_gemm")
@@ -283,7 +222,7 @@ def grouped_gemm(
     """
     assert not (gelu and add_NM is not None)
     rows = (x_XK if order_N is None else order_N).shape[0]
-    tiles = tiles_for(order_N is not None, *w_EKM.shape[1:], rows / w_EKM.shape[0])
+    tiles = tiles_for(order_N is not None, *w_EKM.shape[1:], gelu, rows / w_EKM.shape[0])
     if x_XK.is_cuda and torch.cuda.get_device_capability(x_XK.device)[0] < 9:
         tiles = MEDIUM._replace(tma=False)  # older GPUs have less shared memory, too
     return launch(tiles, x_XK, w_EKM, offs_E, order_N, slots, gelu, add_NM)

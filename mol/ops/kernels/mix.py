@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mol.ops.kernels.dependent import launch, wait_for_inputs
 from mol.ops.kernels.gated_norm import gated_norm
 from mol.ops.kernels.mix_backward import delta_inputs_backward
 from mol.ops.kernels.mix_tiles import (
@@ -90,10 +89,8 @@ def _inputs(
     qkv, ab, filters, decay_log, dt_bias, within, offs, q, k, v, g, beta,
     parts, QKV_STRIDE: tl.constexpr, AB_STRIDE: tl.constexpr, HEADS: tl.constexpr,
     ALL: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of q, k or v for a part of a block; the last program of a part takes the rates."""
-    wait_for_inputs(PDL)
     across = tl.program_id(0) % (3 * HEADS + 1)
     share = tl.program_id(0) // (3 * HEADS + 1)
     block = share // parts
@@ -133,10 +130,10 @@ def delta_inputs(
     qkv_NC, ab_NG = row_strided(qkv_NC), row_strided(ab_NG)
     sizes = sizes_of_heads(heads, shape[2], ELEMENTS)
     parts = count_parts(n_rows, n_blocks, sizes["ROWS"], 3 * heads)
-    launch(
-        _inputs, (n_blocks * parts * (3 * heads + 1),), qkv_NC, ab_NG,
-        filters_ECJ.contiguous(), decay_log_EH.contiguous(), dt_bias_EH.contiguous(), within_N,
-        offs_E, q, k, v, g, beta, parts,
+    _inputs[(n_blocks * parts * (3 * heads + 1),)](
+        qkv_NC, ab_NG, filters_ECJ.contiguous(), decay_log_EH.contiguous(),
+        dt_bias_EH.contiguous(), within_N, offs_E, q, k, v, g, beta,
+        parts,
         QKV_STRIDE=qkv_NC.stride(0), AB_STRIDE=ab_NG.stride(0), **sizes,
     )  # fmt: skip
     return q, k, v, g, beta

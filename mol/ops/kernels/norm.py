@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mol.ops.kernels.dependent import launch, wait_for_inputs
 from mol.ops.kernels.operator import operator
 from mol.ops.kernels.shares import block_share, count_parts
 
@@ -22,17 +21,15 @@ ELEMENTS = 2048  # of a tile, 16 a thread
 def _forward(
     h, a, bias, weight, offs, attended, normed, parts, eps, WIDTH: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) // parts
+    first, last = block_share(offs, block, tl.program_id(0) % parts, parts, ROWS)
     column = tl.arange(0, WIDE)
     inside = column < WIDTH
     at_block = block * WIDTH + column
     scale = tl.load(weight + at_block, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         shift = tl.load(bias + at_block, mask=inside, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
-    first, last = block_share(offs, block, tl.program_id(0) % parts, parts, ROWS)
     for start in range(first, last, ROWS):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
         mask = (row < last)[:, None] & inside[None, :]
@@ -135,10 +132,9 @@ def _add_norm(
     attended_NM, normed_NM = _outputs(h_NM, bias_EM)
     n_blocks = weight_EM.shape[0]
     parts, sizes = _sizes(h_NM, n_blocks)
-    launch(
-        _forward, (n_blocks * parts,), h_NM.contiguous(), _contiguous(a_NM), _contiguous(bias_EM),
-        weight_EM.contiguous(), offs_E, attended_NM, normed_NM, parts, eps, ADD=a_NM is not None,
-        BIAS=bias_EM is not None, **sizes,
+    _forward[(n_blocks * parts,)](
+        h_NM.contiguous(), _contiguous(a_NM), _contiguous(bias_EM), weight_EM.contiguous(), offs_E,
+        attended_NM, normed_NM, parts, eps, ADD=a_NM is not None, BIAS=bias_EM is not None, **sizes,
     )  # fmt: skip
     return attended_NM, normed_NM
 

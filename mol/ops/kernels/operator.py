@@ -5,21 +5,18 @@ from collections.abc import Callable
 
 import torch
 
-from mol.ops.kernels.dependent import one_by_one
-
 
 class Operator:
     """A custom operator of torch where gradients or a trace are recorded, else the bare function.
 
     The way through torch's dispatcher takes the host longer than a small kernel takes the GPU, so
     that a prompt that is not replayed from a graph would wait for it. Backward operators stay
-    torch's: a tracer calls them without gradients, and cannot be told from a run there. Only the
-    bare function's kernels overlap the one before them.
+    torch's: a tracer calls them without gradients, and cannot be told from a run there.
     """
 
     def __init__(self, name: str, function: Callable):
         self.function = function
-        self.recorded = torch.library.custom_op(name, mutates_args=())(one_by_one()(function))
+        self.recorded = torch.library.custom_op(name, mutates_args=())(function)
         self.register_fake = self.recorded.register_fake
         self.register_autograd = self.recorded.register_autograd
         functools.update_wrapper(self, function)

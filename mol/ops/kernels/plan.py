@@ -11,12 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mol.ops.kernels.dependent import launch, wait_for_inputs
 from mol.ops.kernels.operator import operator
 
+TILE = 512  # tokens times blocks that a program holds at a time
 PLANNERS = 512  # most programs that count one sequence: each reads the counts of all
-TILE = 4096  # most tokens times blocks that a program holds
-WARPS = 8
 
 
 @triton.jit
@@ -34,10 +32,8 @@ def _one_hot(chosen, token, inside, SLOTS: tl.constexpr, PADDED: tl.constexpr):
 def _count(
     chosen, counts, length, tiles, steps,
     BLOCKS: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, PADDED: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of each block among `steps` times TOKENS tokens of one sequence."""
-    wait_for_inputs(PDL)
     mine = tl.program_id(0)
     block = tl.arange(0, PADDED)
     found = block * 0
@@ -53,14 +49,13 @@ def _place(
     chosen, counts, order, inverse, blocks, withins, times, segments, offs, edges,
     length, tiles, steps, ALONE: tl.constexpr, SINGLE: tl.constexpr,
     BLOCKS: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, PADDED: tl.constexpr,
-    WIDE: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """The packed rows of the tokens that `_count` gave the same program.
 
     ALONE: this program has all the tokens, and there are no counts. SINGLE: the tokens are one
     sequence each, walked as if they were one sequence.
     """
-    wait_for_inputs(PDL)
     mine, programs = tl.program_id(0), tl.num_programs(0)
     sequence = mine // tiles
     block = tl.arange(0, PADDED)
@@ -144,13 +139,11 @@ def plan(
     sizes = dict(BLOCKS=n_blocks, SLOTS=chosen_Xk.shape[1], TOKENS=tokens, PADDED=padded)
     chosen_Xk = chosen_Xk.contiguous()
     if programs > 1:
-        launch(
-            _count, (programs,), chosen_Xk, counts, length, tiles, steps, **sizes, num_warps=WARPS
-        )
+        _count[(programs,)](chosen_Xk, counts, length, tiles, steps, **sizes, num_warps=4)
     wide = min(triton.next_power_of_2(programs), max(32, 2048 // padded))
-    launch(
-        _place, (programs,), chosen_Xk, counts, *outputs, length, tiles, steps,
-        ALONE=programs == 1, SINGLE=single, WIDE=wide, **sizes, num_warps=WARPS,
+    _place[(programs,)](
+        chosen_Xk, counts, *outputs, length, tiles, steps,
+        ALONE=programs == 1, SINGLE=single, WIDE=wide, **sizes, num_warps=4,
     )  # fmt: skip
     return outputs
 
