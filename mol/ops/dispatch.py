@@ -99,7 +99,8 @@ class RoutePlan:
         """Rows of the B T tokens in packed order, [N, D]; a token appears k times."""
         if self.n_blocks == 1 and self.equal:
             return x_TD
-        if has_kernels(x_TD):
+        # The kernel walks over tokens, so it wants a plan of all of them.
+        if has_kernels(x_TD) and self.order_N.numel() == x_TD.shape[0] * self.slots:
             from mol.ops.kernels.combine import gather
 
             return gather(x_TD, self.inverse_N, self.slots)
