@@ -20,6 +20,7 @@ from mol.ops.collectives import of_all_ranks, rank, world
 from mol.ops.cross_entropy import linear_cross_entropy
 from mol.store.record import Metric, Protocol
 
+GAPS = ("gap_sum", "gap_pairs", "block_gap_sum", "block_gaps", "covered", "coverages")
 HIGHEST = 700.0  # nats whose exponential is still a number
 
 
@@ -40,6 +41,12 @@ class Tally:
     covered: float = 0.0
     coverages: int = 0
 
+    def add_gaps(self, sums: list[float]) -> None:
+        """Add what `inter_token_gaps` found."""
+        for name, value in zip(GAPS, sums, strict=True):
+            held = getattr(self, name)
+            setattr(self, name, held + type(held)(value))
+
     def together(self) -> "Tally":
         """Of all ranks, when rank r of W has scored sequences r, r + W, ...: the sum of their
         tallies, values of sequences in the order of these."""
@@ -54,10 +61,9 @@ class Tally:
         return Tally(**sums, per_sequence=in_turn)
 
 
-def inter_token_gaps(
-    route_BTk: torch.Tensor, real_BT: torch.Tensor, n_blocks: int, tally: Tally
-) -> None:
-    """Distance in positions between consecutive real tokens of one block (3.1).
+def inter_token_gaps(route_BTk: torch.Tensor, real_BT: torch.Tensor, n_blocks: int) -> torch.Tensor:
+    """Distance in positions between consecutive real tokens of one block (3.1), fp64 sums on the
+    tensors' device in the order of `Tally`'s fields from `gap_sum` on, [6].
 
     Averaged two ways, since the paper does not say which: over all pairs of consecutive tokens
     (equal loads at density k/E give E/k), and over blocks, where a nearly idle block weighs as
@@ -71,14 +77,19 @@ def inter_token_gaps(
     position_T = torch.arange(T, device=route_BTk.device)[:, None]
     last_BE = torch.where(chosen_BTE, position_T, -1).amax(1)
     first_BE = torch.where(chosen_BTE, position_T, T).amin(1)
-    pairs_BE, span_BE = count_BE - 1, last_BE - first_BE
-    several_BE = pairs_BE > 0
-    tally.gap_sum += float(span_BE[several_BE].sum())
-    tally.gap_pairs += int(pairs_BE[several_BE].sum())
-    tally.block_gap_sum += float((span_BE[several_BE] / pairs_BE[several_BE]).sum())
-    tally.block_gaps += int(several_BE.sum())
-    tally.covered += float(count_BE.sum() / (n_blocks * real_BT.sum()))
-    tally.coverages += 1
+    several_BE = count_BE > 1
+    pairs_BE = torch.where(several_BE, count_BE - 1, 0)
+    span_BE = torch.where(several_BE, last_BE - first_BE, 0)
+    sums = (
+        span_BE.sum(),
+        pairs_BE.sum(),
+        (span_BE.double() / pairs_BE.clamp(min=1)).sum(),
+        several_BE.sum(),
+        count_BE.sum().double() / (n_blocks * real_BT.sum()),
+    )
+    return torch.stack(
+        [*(part.double() for part in sums), sums[0].new_ones((), dtype=sums[4].dtype)]
+    )
 
 
 def routed_blocks(config: ModelConfig) -> list[int]:
@@ -115,7 +126,8 @@ def score(
     def flush() -> None:
         mine = group[rank() :: world()] or group[:1]
         counts = len(group) > rank()
-        inputs, labels, real = (torch.stack(part).to(device) for part in zip(*mine, strict=True))
+        kept = [torch.stack(part) for part in zip(*mine, strict=True)]
+        inputs, labels, real = (part.to(device) for part in kept)
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             output = model(inputs)
             nll = linear_cross_entropy(
@@ -133,9 +145,12 @@ def score(
         tally.nll_all += float(nll_BT.sum())
         tally.n_all += nll_BT.numel()
         tally.sequences += len(mine)
-        for route_BTk, n_blocks in zip(output.routes, blocks, strict=True):
-            inter_token_gaps(route_BTk, real, n_blocks, tally)
-        targets.extend(row[mask].cpu().numpy() for row, mask in zip(labels, real, strict=True))
+        routes = zip(output.routes, blocks, strict=True)
+        gaps = [inter_token_gaps(route_BTk, real, n_blocks) for route_BTk, n_blocks in routes]
+        if gaps:  # read once: the GPU waits for the host as rarely as it can
+            tally.add_gaps(torch.stack(gaps).sum(0).tolist())
+        _, labels, real = kept
+        targets.extend(row[mask].numpy() for row, mask in zip(labels, real, strict=True))
 
     for sequence in sequences:
         group.append(sequence)
