@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mol.model import split_stage
 from mol.model.config import SplitLayer
+from mol.model.paths import loop
 from mol.model.reference import reference_balance, reference_stage
 from mol.model.split_stage import SplitStage
 from mol.ops import dispatch, gated_delta, glue
@@ -76,3 +77,13 @@ def test_recomputed_activations_change_nothing(name, monkeypatch):
     kept = gradients(stage)
     recomputed = gradients(lambda *inputs: checkpoint(stage, *inputs, use_reentrant=False))
     assert all(torch.equal(a, b) for a, b in zip(kept, recomputed, strict=True))
+
+
+@torch.no_grad()
+def test_block_by_block(monkeypatch):
+    """A plan of some tokens names rows that the kernels, which walk over all tokens, never see."""
+    stage, rope = make("hybrid", monkeypatch)
+    x_BTD = torch.randn(2, 19, 48, device=DEVICE)
+    found = loop(stage)(x_BTD, rope)[0]
+    monkeypatch.undo()
+    torch.testing.assert_close(found, reference_stage(stage, x_BTD, rope), rtol=0, atol=2e-5)
