@@ -84,7 +84,7 @@ def _strided(model, corpus, spec, args, device, tokenizer) -> list[Metric]:
     context = args.context or spec.seq_len
     windows = stream_windows(real_stream(corpus, args.split), context, args.stride, args.limit)
     bf16 = spec.precision == "bf16"
-    tally, targets = score(model, windows, scoring_batch(context), device, bf16)
+    tally, targets = score(model, windows, scoring_batch(context, device), device, bf16)
     protocol = Protocol(
         tokenizer=tokenizer,
         pad="none",
@@ -179,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
             args.split,
             spec.seq_len,
             args.limit,
-            scoring_batch(spec.seq_len),
+            scoring_batch(spec.seq_len, device),
             device,
             tokenizer,
             spec.data.layout.kind == "padded",

@@ -41,7 +41,7 @@ def path_metrics(
     def tally_by(path) -> Tally:
         sequences = eval_sequences(corpus, "validation", seq_len, limit)
         with stages_by(model, path) if path else nullcontext():
-            return score(model, sequences, scoring_batch(seq_len), device, bf16)[0]
+            return score(model, sequences, scoring_batch(seq_len, device), device, bf16)[0]
 
     first = tally_by(loop)
     found = [_ppl(first, FIRST)]

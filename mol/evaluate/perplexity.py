@@ -98,9 +98,10 @@ def routed_blocks(config: ModelConfig) -> list[int]:
     return [layer.n_routed for layer in split if layer.router == "linear"]
 
 
-def scoring_batch(context: int) -> int:
-    """Sequences scored at once: 16,384 tokens. No figure depends on it beyond rounding."""
-    return max(1, 16_384 // context)
+def scoring_batch(context: int, device: torch.device) -> int:
+    """Sequences scored at once: 16,384 tokens, or 65,536 on a GPU, which would wait for the host's
+    launches. No figure depends on it beyond rounding."""
+    return max(1, (65_536 if device.type == "cuda" else 16_384) // context)
 
 
 @torch.no_grad()

@@ -133,7 +133,7 @@ def score_reading(
         clusters.append(places if reading.layout == "stream" else np.full(len(piece) - 1, number))
         for window in piece_windows(piece, context, stride):
             pending.append(window)
-            if len(pending) == scoring_batch(context):
+            if len(pending) == scoring_batch(context, device):
                 flush()
     if pending:
         flush()

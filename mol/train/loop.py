@@ -120,9 +120,8 @@ class Trainer:
         sequences = eval_sequences(
             self.corpus, "validation", self.spec.seq_len, plan.curve_sequences
         )
-        tally, _ = score(
-            self.model, sequences, scoring_batch(self.spec.seq_len), self.device, self.bf16
-        )
+        at_once = scoring_batch(self.spec.seq_len, self.device)
+        tally, _ = score(self.model, sequences, at_once, self.device, self.bf16)
         put_back(self.model)
         self.log("validation_nll", tally.nll_real / tally.n_real)
         if self.spec.data.layout.kind == "padded":

@@ -88,7 +88,7 @@ def _held_out(spec: TrainSpec, trained: Trained, corpus: Path, meta: CorpusMeta,
             split,
             spec.seq_len,
             spec.evaluation.final_sequences,
-            scoring_batch(spec.seq_len),
+            scoring_batch(spec.seq_len, device),
             device,
             tokenizer_name(meta),
             spec.data.layout.kind == "padded",
@@ -112,7 +112,7 @@ def _further(spec: TrainSpec, trained: Trained, corpus: Path, device) -> Iterato
         tally, targets = score(
             trained.model,
             sequences,
-            scoring_batch(spec.seq_len),
+            scoring_batch(spec.seq_len, device),
             device,
             spec.precision == "bf16",
         )
