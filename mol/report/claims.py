@@ -5,6 +5,7 @@ Every claim comes down to margins (`mol.report.margins`), or to where one curve 
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from mol.base import UserError, canonical_json
@@ -13,9 +14,16 @@ from mol.paper.claims import Claim, Side
 from mol.plan.experiments import Paper
 from mol.report.cost import needs
 from mol.report.crossover import first_that_stays, lengths_apart, steps_apart
-from mol.report.margins import DIFFERENCES, Effect, Evaluator
+from mol.report.margins import DIFFERENCES, NO_SPREAD, Effect, Evaluator
 from mol.report.query import joined
 from mol.report.readings import Runs, text_of
+
+# What a single seed's figures say, in a note: the outcome waits for the spread of seeds.
+_BY_TEXT_ALONE = {
+    "holds": "by that error alone the claim would hold",
+    "does not hold": "by that error alone the claim would not hold",
+    "undecided": "that error leaves the claim undecided too",
+}
 
 
 def _crossover(claim: Claim, evaluator: Evaluator) -> tuple[str, Effect] | None:
@@ -39,6 +47,9 @@ def _crossover(claim: Claim, evaluator: Evaluator) -> tuple[str, Effect] | None:
         value=ends[1], low=ends[0], high=ends[1], n=1, unit=unit, runs=list(found.runs),
         notes=[note],
     )  # fmt: skip
+    if claim.along == "training" and evaluator.pooled(claim, claim.sides[0].condition) is None:
+        effect.notes.append(NO_SPREAD)
+        return "undecided", effect
     target = claim.target
     return _within(effect, target.low, target.high, closed=not target.bound), effect
 
@@ -72,6 +83,21 @@ def outcome(claim: Claim, evaluator: Evaluator) -> tuple[str, Effect] | None:
     margins = evaluator.margins(claim)
     if not margins:
         return None
+    result, effect = _judged(claim, margins)
+    if effect.sampling is not None:
+        alone, _ = _judged(claim, [_of_text_alone(margin) for margin in margins])
+        effect.notes.append(_BY_TEXT_ALONE[alone])
+    return result, effect
+
+
+def _of_text_alone(margin: Effect) -> Effect:
+    if margin.sampling is None:
+        return margin
+    low, high = margin.value - margin.sampling, margin.value + margin.sampling
+    return replace(margin, low=low, high=high)
+
+
+def _judged(claim: Claim, margins: list[Effect]) -> tuple[str, Effect]:
     if claim.type in ("ordering", "monotone"):
         each = [_within(margin, 0.0, math.inf) for margin in margins]
         worst = min(margins, key=lambda margin: margin.value)

@@ -50,6 +50,7 @@ def run(args: Namespace) -> int:
         protocols=protocol_rows(args.db, paper),
         title=plan.title,
         task_versions=plan.task_versions,
+        steps={slug: plan.recipes[c.recipe].optim.steps for slug, c in plan.conditions.items()},
     )
     page = write_page(source, figures, extras, args.out)
     files = [*tables, page, *(path for figure in figures for path in (figure.svg, figure.png))]

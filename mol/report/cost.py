@@ -9,6 +9,7 @@ from mol.paper.cell import Cell
 from mol.paper.claims import Claim
 from mol.plan.build import plan as planned_runs
 from mol.plan.experiments import Paper
+from mol.report.number import figure_text
 from mol.report.paired import SCORES
 from mol.report.readings import Runs
 
@@ -53,7 +54,7 @@ def needs(claim: Claim, runs: Runs, plan: Paper) -> str:
     scored = " with zero-shot scores" if claim.metric in SCORES else ""
     text = f"{count} training run{'s' if count > 1 else ''}{scored}, {tokens / 1e9:.3g}B tokens"
     hours = training_hours(seeds_of, runs, plan)
-    return text if hours is None else f"{text}, {hours:,.0f} GPU-hours"
+    return text if hours is None else f"{text}, {figure_text(hours, 2)} GPU-hours"
 
 
 def not_run_rows(runs: Runs, folder: Path) -> Iterator[dict[str, Any]]:

@@ -71,7 +71,7 @@ def draw_bench(spec: FigureSpec, source: Source, scale: str) -> Drawing:
             _write_ratios(axes, _ratios(spec, points))
     if not benches:
         say_missing(panels[0], f"no complete run at {scale} scale")
-    return Drawing(sheet, _alt(spec, groups, benches, scale), missing)
+    return Drawing(sheet, _alt(spec, groups, benches, scale), missing, bool(benches))
 
 
 def _printed(spec: FigureSpec, source: Source) -> dict[str, Points]:

@@ -49,6 +49,14 @@ def draw_curves(spec: FigureSpec, source: Source, scale: str) -> Drawing:
     notes = [f"Paper: printed final values and steps only ({spec.place}); no curve is traced."]
     notes += [f"Our steps of crossing {_baseline(spec)}: {crossings[1]}."] if crossings[1] else []
 
+    parts = {run["spec"]["evaluation"]["curve_sequences"] for run in used}
+    if parts:
+        counts = " or ".join(f"{count:,}" for count in sorted(parts))
+        notes.append(
+            f"Our curves: the first {counts} validation sequences; the table's perplexity is of "
+            "more text."
+        )
+
     same_axes = scale == "paper" and bool(used)
     heading = HEADING[scale] + (" (hollow: printed by the paper)" if same_axes else "")
     ours = PanelRow((heading,), 2.3 if used else 0.8, right=_RIGHT)
@@ -60,7 +68,7 @@ def draw_curves(spec: FigureSpec, source: Source, scale: str) -> Drawing:
     _draw_ours(sheet.axes[-1][0], spec, source, runs, crossings[0], printed if same_axes else {})
     if not same_axes:
         _draw_printed(sheet.axes[0][0], spec, source, printed)
-    return Drawing(sheet, _alt(spec, source, runs, printed, scale), missing)
+    return Drawing(sheet, _alt(spec, source, runs, printed, scale), missing, bool(used))
 
 
 def _curve(source: Source, run: Row) -> Curve:

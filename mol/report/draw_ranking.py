@@ -66,7 +66,7 @@ def draw_ranking(spec: FigureSpec, source: Source, scale: str) -> Drawing:
         limits = [*paper.get_xlim(), *ours.get_xlim()]
         paper.set_xlim(min(limits), max(limits))
         ours.set_xlim(min(limits), max(limits))
-    return Drawing(sheet, _alt(cells, values, scale), missing)
+    return Drawing(sheet, _alt(cells, values, scale), missing, bool(used))
 
 
 def _name(cell: Row) -> str:

@@ -90,6 +90,7 @@ class Figure:
     png: Path
     alt: str
     missing: tuple[str, ...]
+    has_runs: bool
 
 
 def load_figures(folder: Path = PAPER) -> list[FigureSpec]:
@@ -120,7 +121,8 @@ def write_figures(source: Source, out: Path, folder: Path = PAPER) -> list[Figur
                 drawing = _DRAW[spec.kind](spec, source, scale)
                 svg, png = drawing.sheet.save(out / f"{spec.id}_{scale}")
                 alt = f"{spec.title}. {drawing.alt}"
-                written.append(Figure(spec, scale, svg, png, alt, tuple(drawing.missing)))
+                missing = tuple(drawing.missing)
+                written.append(Figure(spec, scale, svg, png, alt, missing, drawing.has_runs))
     _remove_stale(out, written)
     return written
 

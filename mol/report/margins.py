@@ -20,6 +20,7 @@ from mol.report.readings import Reading, Runs
 from mol.report.verdicts import Z, mean_half_width, sample_sd
 
 DIFFERENCES = ("fraction",)  # units that are compared by difference, not by ratio
+NO_SPREAD = "one seed, and no spread of seeds is known at this scale"
 EXACT = ("params_reduction", "all_reduce_per_stage", "params_total", "params_active", "coverage")
 
 
@@ -34,6 +35,7 @@ class Effect:
     unit: str
     runs: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    sampling: float | None = None  # 95 % half-width from the text alone, where seeds give none
 
 
 class Evaluator:
@@ -52,7 +54,7 @@ class Evaluator:
         labels = {**claim.labels, **side.labels}
         return Query(name=claim.id, metric=claim.metric, condition=side.condition, labels=labels)
 
-    def _pooled(self, claim: Claim, condition: str) -> tuple[float, float, str] | None:
+    def pooled(self, claim: Claim, condition: str) -> tuple[float, float, str] | None:
         """(sigma, degrees of freedom, whose) of one seed's figure at this scale, pooled over the
         conditions that ran with several seeds: those of the same corpus, or of any."""
         corpus = self.corpus_of.get(condition)
@@ -115,11 +117,11 @@ class Evaluator:
         own = mean_half_width(values)
         if own is not None:
             return own, []
-        pooled = self._pooled(claim, side.condition)
+        pooled = self.pooled(claim, side.condition)
         if pooled is None:
             if METRICS[claim.metric] in DIFFERENCES:
                 return 0.0, ["one seed: its spread is not known, only the items' sampling error"]
-            return math.inf, ["one seed, and no spread of seeds is known at this scale"]
+            return math.inf, [NO_SPREAD]
         sigma, degrees, source = pooled
         width = float(stdtrit(degrees, 0.975)) * math.sqrt(2) * sigma
         return width, [f"one seed, sigma {sigma:.2g} {source}"]
@@ -157,6 +159,7 @@ class Evaluator:
         return Effect(
             value=value, low=value - half, high=value + half, n=len(values),
             unit=unit if log else first.unit, runs=list(runs.values()), notes=notes,
+            sampling=sampling if math.isinf(seeds) and errors else None,
         )  # fmt: skip
 
     def other_regime(self, claim: Claim, runs: list[dict[str, Any]]) -> str:

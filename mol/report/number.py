@@ -36,4 +36,5 @@ def signed(printed: str, difference: float) -> str:
 
 def figure_text(value: float, digits: int = 4) -> str:
     """`digits` significant digits or all before the point; an exponent only far below 1."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+    whole = abs(value) >= 10 ** (digits - 1)
+    return f"{value:,.0f}" if whole else f"{value:.{digits}g}"

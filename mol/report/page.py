@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from mol.base import canonical_json, write_atomic
-from mol.report.blocks import score_rows, text_rows
+from mol.report.blocks import claimed_paths, costed, drawn, score_rows, text_rows, training
 from mol.report.captions import MEANING, hardware_of
 from mol.report.figures import Figure
 from mol.report.markup import TURNS
@@ -63,6 +63,7 @@ class Extras:
     protocols: list[Row] = field(default_factory=list)
     title: str = ""  # of the paper
     task_versions: dict[str, str] = field(default_factory=dict)  # of the paper's harness
+    steps: dict[str, int] = field(default_factory=dict)  # of the paper's training, by condition
 
 
 def write_page(source: Source, figures: list[Figure], extras: Extras, out: Path) -> Path:
@@ -181,24 +182,28 @@ def _sections(
     for experiment in source.table("experiments"):
         name = experiment["experiment"]
         tables = placed.pop(name, {})
-        drawn = [figure for figure in figures if figure.spec.experiment == name]
-        shown = list(dict.fromkeys(figure.spec.id for figure in drawn))
+        own_figures = drawn(figures, name)
+        shown = list(dict.fromkeys(figure.spec.id for figure in own_figures))
         runs = [source.runs[run] for run in source.experiments.get(name, ())]
         judging = [run for run in runs if run["status"] == "complete"]
         own = {run["run_id"] for run in runs}
-        drawn.sort(key=lambda figure: (shown.index(figure.spec.id), -SCALES.index(figure.scale)))
+        own_figures.sort(
+            key=lambda figure: (shown.index(figure.spec.id), -SCALES.index(figure.scale))
+        )
         sections.append(
             experiment
             | {
                 "tables": tables,
                 "tally": _tally([view for views in tables.values() for view in views]),
-                "figures": [(figure, _inline_svg(figure)) for figure in drawn],
+                "figures": [(figure, _inline_svg(figure)) for figure in own_figures],
                 "claims": _claims(source, name),
                 "settings": [row for row in extras.settings if name in row["experiments"]],
+                "training": training(judging, extras.steps),
+                "paths": claimed_paths(source, name),
                 "texts": text_rows(judging),
                 "scores": score_rows(judging, extras.task_versions),
                 "comparisons": [r for r in source.table("comparisons") if r["run_id"] in own],
-                "runs": runs,
+                "runs": [costed(run) for run in runs],
                 "not_run": [r for r in source.table("not_run") if name in r["experiments"]],
             }
         )

@@ -138,6 +138,7 @@ class Drawing:
     sheet: Sheet
     alt: str
     missing: list[str]
+    has_runs: bool
 
 
 def say_missing(axes: Axes, text: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import duckdb
 
 from mol.data.config import OWN_TEXT
-from mol.report.number import like, signed
+from mol.report.number import figure_text, like, signed
 from mol.report.rows import mappings
 
 SCALES = ("paper", "proxy", "smoke")  # the one that counts most first
@@ -45,7 +45,7 @@ class View:
             return ""
         reason = (self.rows["paper"]["note"] or "").split("; ")[0]
         reason = re.sub(r" ?\([^)]*\)", "", reason).replace("`", "")
-        cost = "" if self.cost is None else f"{self.cost:,.0f} GPU-hours"
+        cost = "" if self.cost is None else f"{figure_text(self.cost, 2)} GPU-hours"
         unknown = "" if reason or cost or verdict != "not run" else "cost unknown"
         return ", ".join(filter(None, (reason, cost, unknown)))
 
@@ -61,9 +61,9 @@ class View:
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The row of the most telling scale that has a figure."""
+        """The row of the most telling scale that has a figure, be it that a crossover never is."""
         for scale in SCALES:
-            if self.rows.get(scale, {}).get("reproduced") is not None:
+            if self.figure(scale):
                 return self.rows[scale]
         return None
 

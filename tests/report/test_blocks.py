@@ -1,17 +1,19 @@
-"""Further texts, zero-shot scores with their flags, and runs to come, as the page shows them."""
+"""How runs trained, further texts, zero-shot scores with their flags, dispatch paths, and runs to
+come, as the page shows them."""
 
 import html
 import re
 
 import pytest
 from pages import make
-from synthetic import H200, record_of, train_metrics, write_run
+from synthetic import H200, bench_metrics, record_of, train_metrics, write_run
 
 from mol.plan.build import plan
 from mol.report.page import Extras
 from mol.store.record import Metric
 
 VERSIONS = {"truthfulqa_mc2": "2.0"}
+STEPS = {"mol-top3": 50_000}
 
 
 @pytest.fixture
@@ -27,7 +29,9 @@ def page(tmp_path):
             write_run(tmp_path / "runs", record)
 
         def render(self):
-            self.html = make(tmp_path, extras=Extras(task_versions=VERSIONS)).read_text("utf-8")
+            self.html = make(
+                tmp_path, extras=Extras(task_versions=VERSIONS, steps=STEPS)
+            ).read_text("utf-8")
 
         def rows(self, table):
             (body,) = re.findall(rf'id="{table}".*?<tbody>(.*?)</tbody>', self.html, re.DOTALL)
@@ -98,3 +102,55 @@ def test_scores_of_unlike_tests_carry_a_flag_each(page):
     (alike,) = (row for row in compared if row.startswith("piqa"))
     assert "fineweb-1p3of15 less fineweb-dense-98m , seed 42" in alike and "+0.00 ± 7.07" in alike
     assert len(compared) == 2  # other items are another task
+
+
+def test_a_section_says_how_its_runs_trained_how_fast_and_for_how_long(page):
+    own = {"source": "own text in place of wikitext103: a.txt"}
+    for name in ("mol-top3", "mol-all-active"):
+        metrics = train_metrics(page.specs["train", name], 3.3)
+        page.write("train", name, metrics, data=own, wall_s=1800.0)
+    page.render()
+    text = "own text in place of wikitext103"
+    assert (
+        f"Ours at proxy scale: 5,000 of the paper&#39;s 50,000 steps, seed 42, {text}." in page.html
+    )
+    assert f"Ours at proxy scale: 5,000 steps, seed 42, {text}." in page.html
+    (row,) = (row for row in page.rows("E05-runs") if row.startswith("mol-top3"))
+    assert row.endswith("proxy 42 complete 1 × NVIDIA H200 5,000 5,000 0.5 1,800")
+
+
+def test_paths_of_every_run_stand_where_the_claim_about_them_is(page):
+    def of_path(name, value, unit, stderr, **labels):
+        return Metric(name=name, value=value, unit=unit, n=12_982, stderr=stderr, labels=labels)
+
+    page.write("train", "deltanet-1p3of15", [
+        *train_metrics(page.specs["train", "deltanet-1p3of15"], 4.6),
+        of_path("path_ppl", 135.957, "ppl/token", 10.2, path="loop"),
+        of_path("path_ppl", 135.895, "ppl/token", 10.2, path="batched"),
+        of_path("path_ppl_change", -0.000456, "fraction", 0.000868, path="batched", over="loop"),
+    ])  # fmt: skip
+    page.render()
+    run = "deltanet-1p3of15, seed 42"
+    assert page.rows("E08-paths") == [
+        f"{run} loop proxy 135.96 – 12,982",
+        f"{run} batched proxy 135.90 -0.046 ± 0.087 % 12,982",
+    ]
+    caption = page.html[page.html.index('id="E08-paths"') :]
+    printed = '<a href="#cell-txt.s5p6.ppl-shift">-0.11%</a>'
+    assert printed in caption[: caption.index("</caption>")]
+    assert 'id="E06-paths"' not in page.html
+
+
+def test_a_figure_without_a_run_is_shown_once_and_only_where_no_scale_has_one(page):
+    bench = ("bench", "attention")
+    page.specs[bench] = next(
+        p.spec for p in plan("paper") if (p.spec.kind, p.spec.condition) == bench
+    )
+    page.write(*bench, bench_metrics(page.specs[bench]))
+    spec = page.specs["train", "mol-top3"]
+    page.write("train", "mol-top3", train_metrics(spec, 3.3))
+    page.render()
+    shown = re.findall(r'<figure id="fig-(\w+)-(\w+)"', page.html)
+    by_id = {name: [scale for other, scale in shown if other == name] for name, _ in shown}
+    assert by_id["table02"] == ["proxy"] and by_id["table10"] == ["paper"]
+    assert all(len(scales) == 1 for scales in by_id.values()) and len(by_id) == 7

@@ -165,12 +165,22 @@ def test_one_seed_takes_the_spread_of_this_scale_and_says_so(suite):
     assert row["note"] == "one seed, sigma 0.01 of other data at this scale"
 
 
-def test_without_any_spread_one_seed_decides_nothing(suite):
-    suite.train("fancy-web", [10.0])
+@pytest.mark.parametrize(
+    "fancy, alone",
+    [
+        (20.0, "by that error alone the claim would hold"),
+        (10.0, "by that error alone the claim would not hold"),
+        (19.8, "that error leaves the claim undecided too"),
+    ],
+)
+def test_without_any_spread_one_seed_decides_nothing_and_says_what_it_shows(suite, fancy, alone):
+    suite.train("fancy-web", [fancy])
     suite.train("plain-web", [20.0])
     row = suite.result("web-tie")
     assert (row["outcome"], row["low"], row["high"]) == ("undecided", None, None)
+    assert row["effect"] == pytest.approx(math.log(fancy / 20))
     assert "no spread of seeds is known" in row["note"]
+    assert f"the text's sampling error alone is ± 0.0055; {alone}" in row["note"]
 
 
 def test_scales_never_mix(suite):
@@ -185,6 +195,26 @@ def test_scales_never_mix(suite):
     "crossing, outcome", [(0.3, "holds"), (0.8, "does not hold"), (2.0, "does not hold")]
 )
 def test_a_crossover_is_read_from_the_curves(suite, crossing, outcome):
+    suite.train("plain", [30.0, 30.1, 29.9])  # a spread of seeds, without which nothing is decided
+    write_crossing(suite, crossing)
+    row = suite.result("crossing")
+    assert row["outcome"] == outcome
+    if crossing < 1:
+        assert row["low"] <= 100 * crossing <= row["high"] and row["unit"] == "% of steps"
+    else:
+        assert row["effect"] is None and "never" in row["note"]
+
+
+@pytest.mark.parametrize("crossing", [0.3, 2.0])
+def test_a_crossover_of_one_seed_waits_for_a_spread_as_margins_do(suite, crossing):
+    write_crossing(suite, crossing)
+    row = suite.result("crossing")
+    assert row["outcome"] == "undecided" and "no spread of seeds is known" in row["note"]
+    assert (row["effect"] is None) == (crossing > 1) and ("never" in row["note"]) == (crossing > 1)
+
+
+def write_crossing(suite, crossing):
+    """Curves of which the first stays below the other from a share of the steps on."""
     for condition, sign in (("fancy-web", -1.0), ("plain-web", 0.0)):
         (spec,) = suite.specs("proxy", condition)
         table = curve_of(spec, 3.0).to_pydict()
@@ -192,12 +222,6 @@ def test_a_crossover_is_read_from_the_curves(suite, crossing, outcome):
             if name == "validation_nll":
                 table["value"][i] += sign if step > crossing * spec.optim.steps else -sign
         write_run(suite.runs, record_of(spec, train_metrics(spec, 3.0)), pa.table(table))
-    row = suite.result("crossing")
-    assert row["outcome"] == outcome
-    if crossing < 1:
-        assert row["low"] <= 100 * crossing <= row["high"] and row["unit"] == "% of steps"
-    else:
-        assert row["effect"] is None and "never" in row["note"]
 
 
 @pytest.mark.parametrize(

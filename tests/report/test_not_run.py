@@ -10,6 +10,7 @@ from synthetic import H200, record_of, write_run, write_train
 from mol.plan.build import plan
 from mol.plan.experiments import PAPER
 from mol.plan.spec import BenchSpec
+from mol.report.view import View
 from mol.store.ingest import build
 from mol.store.record import Metric
 
@@ -59,6 +60,15 @@ def test_runs_of_a_scale_that_was_begun_are_listed_with_hours_from_a_benchmark(t
     )
     assert cost == pytest.approx(60_000 * 32 * 2048 / 800_000 / 3600)
     assert ask("SELECT * FROM not_run WHERE scale = 'paper'") == []
+
+
+@pytest.mark.parametrize(
+    "hours, text", [(0.41, "0.41"), (2.34, "2.3"), (9.97, "10"), (213.2, "213"), (1305.0, "1,305")]
+)
+def test_hours_have_two_digits_and_never_read_as_none(hours, text):
+    cell = {"kind": "measured"}
+    row = {"verdict": "not run", "note": None, "cost_gpu_hours": hours}
+    assert View(cell=cell, rows={"paper": row}).reason == f"{text} GPU-hours"
 
 
 def test_a_smoke_suite_lists_nothing(tmp_path, ask):
