@@ -133,7 +133,7 @@ def test_paths_of_every_run_stand_where_the_claim_about_them_is(page):
     run = "deltanet-1p3of15, seed 42"
     assert page.rows("E08-paths") == [
         f"{run} loop proxy 135.96 – 12,982",
-        f"{run} batched proxy 135.90 -0.046 ± 0.087 % 12,982",
+        f"{run} batched proxy 135.90 -0.046 ± 0.087 12,982",
     ]
     caption = page.html[page.html.index('id="E08-paths"') :]
     printed = '<a href="#cell-txt.s5p6.ppl-shift">-0.11%</a>'
