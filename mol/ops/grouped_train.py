@@ -16,43 +16,41 @@ from torch import Tensor
 from mol.ops.dispatch import RoutePlan
 from mol.ops.grouped import native_mm
 from mol.ops.kernels.combine import combine, gather
-from mol.ops.kernels.grouped_gemm import Tiles
-from mol.ops.kernels.grouped_rows import grouped_rows
+from mol.ops.kernels.grouped_gemm import Tiles, launch
 from mol.ops.kernels.grouped_weight import WeightTiles, grouped_weight
 
 # Part: of y, "plain", "gathered" (of tokens' rows), "gelu" (also kept is what GELU is applied to)
-# or "add"; of the rows' gradient "rows", or "gelu_rows" times GELU's derivative; of the matrices'
-# "weight", or "gathered_weight".
-# (part, whether groups are equal, K, M of the matrix) -> tiles.
+# or "add"; of the gradients, "rows", "weight", or "gathered_weight".
+# (part, K and M of the matrix) -> tiles. Equal groups are PyTorch's alone.
 # Those at least 2 % faster than PyTorch on one NVIDIA H200 (torch 2.11.0+cu130, bf16, 2026-11-30),
 # 15 blocks: DeltaNet 1+3of15 with 48,960 rows, MoL 2.08B with 49,152.
-OWN: dict[tuple[str, bool, int, int], Tiles | WeightTiles] = {
-    ("gathered", False, 1024, 256): Tiles(128, 256, 64, 8, 4, False, False),
-    ("plain", False, 256, 1032): Tiles(128, 256, 64, 8, 3, True, True),
-    ("plain", False, 256, 256): Tiles(128, 128, 64, 8, 3, True, False),
-    ("plain", False, 256, 1024): Tiles(128, 256, 64, 8, 3, True, True),
-    ("gelu", False, 256, 1024): Tiles(128, 128, 64, 8, 3, True, False),
-    ("add", False, 1024, 256): Tiles(128, 256, 64, 8, 4, True, False),
-    ("rows", False, 1024, 256): Tiles(128, 256, 64, 8, 3, True, True),
-    ("rows", False, 256, 256): Tiles(128, 128, 64, 8, 3, True, False),
-    ("rows", False, 256, 1024): Tiles(128, 256, 64, 8, 4, True, False),
-    ("gathered_weight", False, 1024, 256): WeightTiles(128, 256, 64, 8, 5, 1, True),
-    ("weight", False, 1024, 256): WeightTiles(128, 256, 64, 8, 4, 1, True),
-    ("weight", False, 256, 1032): WeightTiles(128, 128, 64, 4, 3, 1, True),
-    ("weight", False, 256, 256): WeightTiles(64, 128, 64, 4, 4, 1, True),
-    ("weight", False, 256, 1024): WeightTiles(128, 256, 64, 8, 4, 1, True),
-    ("gathered", False, 2048, 512): Tiles(128, 256, 64, 8, 4, False, False),
-    ("plain", False, 512, 2064): Tiles(128, 256, 64, 8, 3, True, True),
-    ("plain", False, 512, 512): Tiles(128, 256, 64, 8, 3, True, True),
-    ("plain", False, 512, 2048): Tiles(128, 256, 64, 8, 3, True, True),
-    ("add", False, 2048, 512): Tiles(128, 256, 64, 8, 3, True, True),
-    ("rows", False, 2048, 512): Tiles(128, 256, 64, 8, 3, True, True),
-    ("rows", False, 512, 2064): Tiles(128, 256, 64, 8, 4, True, False),
-    ("rows", False, 512, 512): Tiles(128, 128, 64, 8, 3, True, False),
-    ("rows", False, 512, 2048): Tiles(128, 256, 64, 8, 3, True, True),
-    ("gathered_weight", False, 2048, 512): WeightTiles(128, 256, 64, 8, 5, 1, True),
-    ("weight", False, 512, 2064): WeightTiles(256, 128, 64, 8, 4, 1, True),
-    ("weight", False, 512, 512): WeightTiles(256, 128, 64, 8, 4, 1, True),
+OWN: dict[tuple[str, int, int], Tiles | WeightTiles] = {
+    ("gathered", 1024, 256): Tiles(128, 256, 64, 8, 4),
+    ("plain", 256, 1032): Tiles(128, 256, 64, 8, 3, tma=True, resident=True),
+    ("plain", 256, 256): Tiles(128, 128, 64, 8, 3, tma=True),
+    ("plain", 256, 1024): Tiles(128, 256, 64, 8, 3, tma=True, resident=True),
+    ("gelu", 256, 1024): Tiles(128, 128, 64, 8, 3, tma=True),
+    ("add", 1024, 256): Tiles(128, 256, 64, 8, 4, tma=True),
+    ("rows", 1024, 256): Tiles(128, 256, 64, 8, 3, tma=True, resident=True),
+    ("rows", 256, 256): Tiles(128, 128, 64, 8, 3, tma=True),
+    ("rows", 256, 1024): Tiles(128, 256, 64, 8, 4, tma=True),
+    ("gathered_weight", 1024, 256): WeightTiles(128, 256, 64, 8, 5),
+    ("weight", 1024, 256): WeightTiles(128, 256, 64, 8, 4),
+    ("weight", 256, 1032): WeightTiles(128, 128, 64, 4, 3),
+    ("weight", 256, 256): WeightTiles(64, 128, 64, 4, 4),
+    ("weight", 256, 1024): WeightTiles(128, 256, 64, 8, 4),
+    ("gathered", 2048, 512): Tiles(128, 256, 64, 8, 4),
+    ("plain", 512, 2064): Tiles(128, 256, 64, 8, 3, tma=True, resident=True),
+    ("plain", 512, 512): Tiles(128, 256, 64, 8, 3, tma=True, resident=True),
+    ("plain", 512, 2048): Tiles(128, 256, 64, 8, 3, tma=True, resident=True),
+    ("add", 2048, 512): Tiles(128, 256, 64, 8, 3, tma=True, resident=True),
+    ("rows", 2048, 512): Tiles(128, 256, 64, 8, 3, tma=True, resident=True),
+    ("rows", 512, 2064): Tiles(128, 256, 64, 8, 4, tma=True),
+    ("rows", 512, 512): Tiles(128, 128, 64, 8, 3, tma=True),
+    ("rows", 512, 2048): Tiles(128, 256, 64, 8, 3, tma=True, resident=True),
+    ("gathered_weight", 2048, 512): WeightTiles(128, 256, 64, 8, 5),
+    ("weight", 512, 2064): WeightTiles(256, 128, 64, 8, 4),
+    ("weight", 512, 512): WeightTiles(256, 128, 64, 8, 4),
 }
 
 
@@ -67,9 +65,11 @@ class Rows(NamedTuple):
 
     def tiles(self, part: str, w_EKM: Tensor) -> Tiles | WeightTiles | None:
         """The own kernel's tiles, None where PyTorch computes this part."""
+        if self.equal:
+            return None
         if w_EKM.is_cuda and torch.cuda.get_device_capability(w_EKM.device)[0] < 9:
             return None  # the tiles want more shared memory than older GPUs have
-        return OWN.get((part, self.equal, *w_EKM.shape[1:]))
+        return OWN.get((part, *w_EKM.shape[1:]))
 
     def groups(self, t_NM: Tensor) -> Tensor:
         return t_NM.reshape(len(self.offs_E), -1, t_NM.shape[-1])
@@ -133,7 +133,7 @@ class _FFN(torch.autograd.Function):
             inner_NF = F.gelu(wide_NF, approximate="tanh")
         else:
             wide_NF = h_Nd.new_empty(h_Nd.shape[0], in_EdF.shape[2])
-            inner_NF = grouped_rows(tiles, h_Nd, in_EdF, rows.offs_E, gelu_into_NM=wide_NF)
+            inner_NF = launch(tiles, h_Nd, in_EdF, rows.offs_E, gelu=True, before_NM=wide_NF)
         ctx.equal = rows.equal
         ctx.save_for_backward(h_Nd, in_EdF, out_EFd, wide_NF, inner_NF, rows.offs_E)
         return _forward(inner_NF, out_EFd, rows, add_Nd)
@@ -147,7 +147,8 @@ class _FFN(torch.autograd.Function):
         if needs_out:
             grad_out = _weight_gradient(inner_NF, grad_Nd, out_EFd, rows)
         if needs_h or needs_in:
-            grad_NF = _row_gradient(grad_Nd, out_EFd, rows, wide_NF)
+            grad_NF = _row_gradient(grad_Nd, out_EFd, rows)
+            grad_NF = torch.ops.aten.gelu_backward(grad_NF, wide_NF, approximate="tanh")
             if needs_in:
                 grad_in = _weight_gradient(h_Nd, grad_NF, in_EdF, rows)
             if needs_h:
@@ -159,7 +160,7 @@ def _forward(x_XK: Tensor, w_EKM: Tensor, rows: Rows, add_NM: Tensor | None = No
     part = "add" if add_NM is not None else "plain" if rows.order_N is None else "gathered"
     if (tiles := rows.tiles(part, w_EKM)) is not None:
         packing = rows.order_N, rows.slots
-        return grouped_rows(tiles, x_XK, w_EKM, rows.offs_E, *packing, add_NM=add_NM)
+        return launch(tiles, x_XK, w_EKM, rows.offs_E, *packing, add_NM=add_NM)
     x_EnK = _packed(x_XK, rows)
     if not rows.equal:
         y_NM = native_mm(x_EnK, w_EKM, offs=rows.offs_E)
@@ -169,22 +170,14 @@ def _forward(x_XK: Tensor, w_EKM: Tensor, rows: Rows, add_NM: Tensor | None = No
     return torch.baddbmm(rows.groups(add_NM), x_EnK, w_EKM).flatten(0, 1)
 
 
-def _row_gradient(
-    grad_NM: Tensor, w_EKM: Tensor, rows: Rows, gelu_of_NK: Tensor | None = None
-) -> Tensor:
-    """g W^T, times GELU's derivative if what it was applied to is given; [N, K]."""
-    tiles = rows.tiles("rows" if gelu_of_NK is None else "gelu_rows", w_EKM)
-    if tiles is not None:
-        operands = tiles, grad_NM, w_EKM, rows.offs_E
-        return grouped_rows(*operands, transposed=True, gelu_of_NM=gelu_of_NK)
+def _row_gradient(grad_NM: Tensor, w_EKM: Tensor, rows: Rows) -> Tensor:
+    """g W^T, [N, K]."""
+    if (tiles := rows.tiles("rows", w_EKM)) is not None:
+        return launch(tiles, grad_NM, w_EKM, rows.offs_E, transposed=True)
     w_EMK = w_EKM.transpose(1, 2)
     if rows.equal:
-        grad_NK = torch.bmm(rows.groups(grad_NM), w_EMK).flatten(0, 1)
-    else:
-        grad_NK = native_mm(grad_NM.contiguous(), w_EMK, offs=rows.offs_E)
-    if gelu_of_NK is None:
-        return grad_NK
-    return torch.ops.aten.gelu_backward(grad_NK, gelu_of_NK, approximate="tanh")
+        return torch.bmm(rows.groups(grad_NM), w_EMK).flatten(0, 1)
+    return native_mm(grad_NM.contiguous(), w_EMK, offs=rows.offs_E)
 
 
 def _weight_gradient(x_XK: Tensor, grad_NM: Tensor, w_EKM: Tensor, rows: Rows) -> Tensor:

@@ -17,11 +17,11 @@ from mol.ops.kernels.grouped_weight import WeightTiles
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WIDTH, INNER, BLOCKS = 48, 80, 4
-PARTS = "plain", "gathered", "gelu", "add", "rows", "gelu_rows", "weight", "gathered_weight"
+PARTS = "plain", "gathered", "gelu", "add", "rows", "weight", "gathered_weight"
 # Tiles that end inside of both widths.
 OWN = {
     "own": (Tiles(32, 64, 16, 4, 2, tma=True, resident=True), WeightTiles(32, 64, 16, 4, 2)),
-    "own, by loads": (Tiles(32, 64, 32, 4, 2), WeightTiles(64, 32, 16, 4, 2, parts=2, tma=False)),
+    "own, by loads": (Tiles(32, 64, 32, 4, 2), WeightTiles(64, 32, 16, 4, 2, tma=False)),
 }
 
 
@@ -31,12 +31,7 @@ def way(request, monkeypatch, nan_memory):
     monkeypatch.setattr(grouped, "has_kernels", lambda tensor: True)
     if request.param != "torch":
         of_rows, of_weights = OWN[request.param]
-        keys = [
-            (part, equal, *widths)
-            for part in PARTS
-            for equal in (False, True)
-            for widths in ((WIDTH, INNER), (INNER, WIDTH))
-        ]
+        keys = [(part, *widths) for part in PARTS for widths in ((WIDTH, INNER), (INNER, WIDTH))]
         tiles = {key: of_weights if key[0].endswith("weight") else of_rows for key in keys}
         monkeypatch.setattr(grouped_train, "OWN", tiles)
     return request.param

@@ -23,7 +23,7 @@ CASES = {
 TILES = {
     "loads": WeightTiles(32, 32, 16, 4, 2, tma=False),
     "copies": WeightTiles(32, 32, 16, 4, 2),
-    "parts": WeightTiles(32, 64, 16, 4, 2, parts=3),
+    "wide": WeightTiles(32, 64, 16, 4, 2),
 }
 
 
@@ -36,7 +36,8 @@ def framed(tensor):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
-    "how, slots", [("loads", None), ("copies", None), ("copies", 3), ("parts", None), ("parts", 2)]
+    "how, slots",
+    [("loads", None), ("copies", None), ("copies", 3), ("wide", None), ("wide", 2)],
 )
 def test_gradients(name, how, slots, nan_memory):
     sizes, width_in, width_out, dtype = CASES[name]

@@ -1,8 +1,9 @@
-"""The grouped product in Triton: rows sorted by block, each times its block's matrix. No gradients.
+"""The grouped product in Triton: rows sorted by block, each times its block's matrix.
 
 What stands around a thin block's products is done in them: the rows may be gathered while they are
-read, and GELU or an addition follows on the fp32 sums. Import this module on a machine with Triton
-only; the same mathematics in PyTorch are `mol.ops.grouped`.
+read, and GELU or an addition follows on the fp32 sums. `grouped_gemm` records no gradients;
+`mol.ops.grouped_train` launches the same kernel forward and backward. Import this module on a
+machine with Triton only; the same mathematics in PyTorch are `mol.ops.grouped`.
 
 Shape suffixes: N packed rows, X rows of x (N, or the tokens), E blocks, K and M the widths.
 """
@@ -89,9 +90,9 @@ def _place(starts, ends, tiles, tile, ROWS: tl.constexpr):
 
 @triton.jit
 def _tile(
-    x, w, order, add, y, block, first, end, start_column, SLOTS: tl.constexpr, GELU: tl.constexpr,
-    TMA: tl.constexpr, K: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    x, w, order, add, before, y, block, first, end, start_column, SLOTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, GELU: tl.constexpr, TMA: tl.constexpr, K: tl.constexpr,
+    M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """The tile of y whose first row and column are given."""
     row = first + tl.arange(0, ROWS)
@@ -102,7 +103,10 @@ def _tile(
     column = start_column + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
     rows_at = source[:, None] * K + depth[None, :]
-    columns_at = block.to(tl.int64) * (K * M) + depth[:, None] * M + column[None, :]
+    # In memory the matrix is [M, K] if TRANSPOSED, else [K, M].
+    DEEP: tl.constexpr = 1 if TRANSPOSED else M
+    WIDE: tl.constexpr = K if TRANSPOSED else 1
+    columns_at = block.to(tl.int64) * (K * M) + depth[:, None] * DEEP + column[None, :] * WIDE
     sums = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for start in range(0, K, DEPTH):
         if TMA and order is None:
@@ -111,18 +115,22 @@ def _tile(
             left = tl.load(x + rows_at + start)
         else:
             left = tl.load(x + rows_at + start, mask=(depth < K - start)[None, :], other=0.0)
-        if TMA:
+        if TMA and TRANSPOSED:
+            right = w.load([block * M + start_column, start]).T
+        elif TMA:
             right = w.load([block * K + start, start_column])
         else:
             mask = (depth < K - start)[:, None] & (column < M)[None, :]
-            right = tl.load(w + columns_at + start * M, mask=mask, other=0.0)
+            right = tl.load(w + columns_at + start * DEEP, mask=mask, other=0.0)
         sums = tl.dot(left, right, sums)
+    at = row.to(tl.int64)[:, None] * M + column[None, :]
+    mask = (row < end)[:, None] & (column < M)[None, :]
     if GELU:
+        if before is not None:
+            tl.store(before + at, sums.to(before.dtype.element_ty), mask=mask)
         # x / 2 (1 + tanh u) is x / (1 + exp(-2 u)).
         twice = 1.5957691216057308 * (sums + 0.044715 * sums * sums * sums)
         sums = sums / (1.0 + tl.exp(-twice))
-    at = row.to(tl.int64)[:, None] * M + column[None, :]
-    mask = (row < end)[:, None] & (column < M)[None, :]
     if add is not None:
         sums += tl.load(add + at, mask=mask, other=0.0).to(tl.float32)
     tl.store(y + at, sums.to(y.dtype.element_ty), mask=mask)
@@ -130,9 +138,10 @@ def _tile(
 
 @triton.jit
 def _grouped_gemm(
-    x, w, offs, order, add, y, COUNT: tl.constexpr, PADDED: tl.constexpr, SLOTS: tl.constexpr,
-    GELU: tl.constexpr, TMA: tl.constexpr, RESIDENT: tl.constexpr, K: tl.constexpr,
-    M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    x, w, offs, order, add, before, y, COUNT: tl.constexpr, PADDED: tl.constexpr,
+    SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, GELU: tl.constexpr, TMA: tl.constexpr,
+    RESIDENT: tl.constexpr, K: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Programs beside each other share rows of x, and the next ones their block's matrix."""
     ACROSS: tl.constexpr = tl.cdiv(M, COLUMNS)
@@ -143,14 +152,14 @@ def _grouped_gemm(
         for mine in tl.range(number, count, tl.num_programs(0), flatten=True):
             block, first, end = _place(starts, ends, tiles, mine // ACROSS, ROWS)
             _tile(
-                x, w, order, add, y, block, first, end, mine % ACROSS * COLUMNS, SLOTS, GELU, TMA,
-                K, M, ROWS, COLUMNS, DEPTH,
+                x, w, order, add, before, y, block, first, end, mine % ACROSS * COLUMNS, SLOTS,
+                TRANSPOSED, GELU, TMA, K, M, ROWS, COLUMNS, DEPTH,
             )  # fmt: skip
     elif number < count:
         block, first, end = _place(starts, ends, tiles, number // ACROSS, ROWS)
         _tile(
-            x, w, order, add, y, block, first, end, number % ACROSS * COLUMNS, SLOTS, GELU, TMA,
-            K, M, ROWS, COLUMNS, DEPTH,
+            x, w, order, add, before, y, block, first, end, number % ACROSS * COLUMNS, SLOTS,
+            TRANSPOSED, GELU, TMA, K, M, ROWS, COLUMNS, DEPTH,
         )  # fmt: skip
 
 
@@ -166,29 +175,40 @@ def launch(
     x_XK: Tensor,
     w_EKM: Tensor,
     offs_E: Tensor,
-    order_N: Tensor | None,
-    slots: int,
-    gelu: bool,
-    add_NM: Tensor | None,
+    order_N: Tensor | None = None,
+    slots: int = 1,
+    gelu: bool = False,
+    add_NM: Tensor | None = None,
+    *,
+    before_NM: Tensor | None = None,
+    transposed: bool = False,
 ) -> Tensor:
-    """`grouped_gemm` by given tiles; matrices that cannot be copied as they ask are loaded."""
+    """`grouped_gemm` by given tiles; matrices that cannot be copied as they ask are loaded.
+
+    What GELU is applied to is stored in `before_NM` (contiguous), if given. `transposed`: the
+    matrices lie as [E, M, K].
+    """
     rows, columns, depth, warps, stages, tma, resident = tiles
     # Addresses of gathered rows cannot be loaded ahead of the tile before them.
     resident = resident and order_N is None
-    n_blocks, width_in, width_out = w_EKM.shape
+    width_in, width_out = w_EKM.shape[1:][:: -1 if transposed else 1]
+    n_blocks = w_EKM.shape[0]
     x_XK, w_EKM = x_XK.contiguous(), w_EKM.contiguous()
     n_rows = x_XK.shape[0] if order_N is None else order_N.shape[0]
     y_NM = torch.empty(n_rows, width_out, dtype=x_XK.dtype, device=x_XK.device)
-    # No copy may end in the next block's matrix, and addresses and rows are multiples of 16 bytes.
+    # Addresses and rows are multiples of 16 bytes. Beyond the last row or column zeros are copied,
+    # but untransposed matrices must not end within a copy: the next one's rows would be summed.
     tma = (
         tma
-        and width_in % depth == 0
+        and (width_in % 8 == 0 if transposed else width_in % depth == 0)
         and width_out % 8 == 0
         and (x_XK.data_ptr() | w_EKM.data_ptr()) % 16 == 0
+        and n_rows > 0
     )
     x, w = x_XK, w_EKM
     if tma:
-        w = TensorDescriptor.from_tensor(w_EKM.view(-1, width_out), [depth, columns])
+        copied = [columns, depth] if transposed else [depth, columns]
+        w = TensorDescriptor.from_tensor(w_EKM.flatten(0, 1), copied)
         if order_N is None:
             x = TensorDescriptor.from_tensor(x_XK, [rows, depth])
     # A block's last tile may be partly empty; programs beyond the last tile find nothing to do.
@@ -196,10 +216,10 @@ def launch(
     if resident:
         programs = min(programs, _programs(x_XK.device))
     _grouped_gemm[(programs,)](
-        x, w, offs_E, order_N, None if add_NM is None else add_NM.contiguous(), y_NM,
-        COUNT=n_blocks, PADDED=max(2, triton.next_power_of_2(n_blocks)), SLOTS=slots, GELU=gelu,
-        TMA=tma, RESIDENT=resident, K=width_in, M=width_out, ROWS=rows, COLUMNS=columns,
-        DEPTH=depth, num_warps=warps, num_stages=stages,
+        x, w, offs_E, order_N, None if add_NM is None else add_NM.contiguous(), before_NM, y_NM,
+        COUNT=n_blocks, PADDED=max(2, triton.next_power_of_2(n_blocks)), SLOTS=slots,
+        TRANSPOSED=transposed, GELU=gelu, TMA=tma, RESIDENT=resident, K=width_in, M=width_out,
+        ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y_NM
 

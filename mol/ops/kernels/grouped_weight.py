@@ -4,8 +4,7 @@ the gradients of its rows of y.
 Blocks may have any number of rows, none included. Import this module on a machine with Triton only;
 PyTorch's own product is in `mol.ops.grouped_train`.
 
-Shape suffixes: N packed rows, X rows of x (N, or the tokens), E blocks, K and M the widths, S parts
-into which the rows of a block are split.
+Shape suffixes: N packed rows, X rows of x (N, or the tokens), E blocks, K and M the widths.
 """
 
 from typing import NamedTuple
@@ -19,16 +18,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 class WeightTiles(NamedTuple):
     """How one shape is computed: `rows` x `columns` of a matrix a program, `depth` packed rows at a
-    time, of which `stages` are in flight; `parts`: programs that share a block's packed rows, whose
-    sums a second pass adds; `tma`: rows, if not gathered, are copied by the tensor memory
-    accelerator."""
+    time, of which `stages` are in flight; `tma`: rows, if not gathered, are copied by the tensor
+    memory accelerator."""
 
     rows: int
     columns: int
     depth: int
     warps: int
     stages: int
-    parts: int = 1
     tma: bool = True
 
 
@@ -64,24 +61,17 @@ def _add_rows(
 
 @triton.jit
 def _grouped_weight(
-    x, g, offs, order, out, COUNT: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr,
-    TMA: tl.constexpr, K: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    x, g, offs, order, out, SLOTS: tl.constexpr, TMA: tl.constexpr, K: tl.constexpr,
+    M: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one block's matrix, from one part of its packed rows. Programs beside each other
-    read the same rows."""
+    """One tile of one block's matrix. Programs beside each other read the same rows."""
     ACROSS: tl.constexpr = tl.cdiv(M, COLUMNS)
     TILES: tl.constexpr = tl.cdiv(K, ROWS) * ACROSS
     number = tl.program_id(0)
-    tile, share = number % TILES, number // TILES
-    block, part = share // PARTS, share % PARTS
+    tile, block = number % TILES, number // TILES
     start_row, start_column = tile // ACROSS * ROWS, tile % ACROSS * COLUMNS
     end = tl.load(offs + block)
     first = tl.load(offs + block - 1, mask=block > 0, other=0)
-    if PARTS > 1:
-        steps = tl.cdiv(tl.cdiv(end - first, DEPTH), PARTS)
-        first = tl.minimum(first + part * steps * DEPTH, end)
-        end = tl.minimum(first + steps * DEPTH, end)
     whole = first + (end - first) // DEPTH * DEPTH
     sums = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for start in range(first, whole, DEPTH):
@@ -95,7 +85,7 @@ def _grouped_weight(
             COLUMNS, DEPTH,
         )  # fmt: skip
     row, column = start_row + tl.arange(0, ROWS), start_column + tl.arange(0, COLUMNS)
-    at = (part * COUNT + block).to(tl.int64) * (K * M) + row[:, None] * M + column[None, :]
+    at = block.to(tl.int64) * (K * M) + row[:, None] * M + column[None, :]
     mask = (row < K)[:, None] & (column < M)[None, :]
     tl.store(out + at, sums.to(out.dtype.element_ty), mask=mask)
 
@@ -112,17 +102,14 @@ def grouped_weight(
     """x_e^T g_e of each block e, [E, K, M] in `dtype` (x's, if None); x and g bf16 or fp16.
 
     With `order_N` (a plan's) packed row n is row `order_N[n] // slots` of x. Sums are fp32 and
-    rounded once; always the same for the same rows. `offs_E` (int32) holds the last row + 1 of
+    rounded once. `offs_E` (int32) holds the last row + 1 of
     each block. Reads nothing on the host.
     """
-    rows, columns, depth, warps, stages, parts, tma = tiles
+    rows, columns, depth, warps, stages, tma = tiles
     x_XK, g_NM = x_XK.contiguous(), g_NM.contiguous()
     n_blocks, width_in, width_out = offs_E.shape[0], x_XK.shape[1], g_NM.shape[1]
-    dtype = dtype or x_XK.dtype
-    out_SEKM = torch.empty(
-        parts, n_blocks, width_in, width_out,
-        dtype=dtype if parts == 1 else torch.float32, device=x_XK.device,
-    )  # fmt: skip
+    shape = n_blocks, width_in, width_out
+    out_EKM = torch.empty(shape, dtype=dtype or x_XK.dtype, device=x_XK.device)
     # Addresses and rows of what is copied are multiples of 16 bytes.
     tma = (
         tma
@@ -135,10 +122,9 @@ def grouped_weight(
         g = TensorDescriptor.from_tensor(g_NM, [depth, columns])
         if order_N is None:
             x = TensorDescriptor.from_tensor(x_XK, [depth, rows])
-    programs = triton.cdiv(width_in, rows) * triton.cdiv(width_out, columns) * n_blocks * parts
+    programs = triton.cdiv(width_in, rows) * triton.cdiv(width_out, columns) * n_blocks
     _grouped_weight[(programs,)](
-        x, g, offs_E, order_N, out_SEKM, COUNT=n_blocks, PARTS=parts, SLOTS=slots, TMA=tma,
-        K=width_in, M=width_out, ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=warps,
-        num_stages=stages,
+        x, g, offs_E, order_N, out_EKM, SLOTS=slots, TMA=tma, K=width_in, M=width_out, ROWS=rows,
+        COLUMNS=columns, DEPTH=depth, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return out_SEKM[0] if parts == 1 else out_SEKM.sum(0).to(dtype)
+    return out_EKM
