@@ -20,7 +20,7 @@ from mol.ops.collectives import of_all_ranks, rank, world
 from mol.ops.cross_entropy import linear_cross_entropy
 from mol.store.record import Metric, Protocol
 
-GAPS = ("gap_sum", "gap_pairs", "block_gap_sum", "block_gaps", "covered", "coverages")
+GAPS = ("gap_sum", "gap_pairs", "block_gap_sum", "block_gaps", "covered")  # sums of a layer
 HIGHEST = 700.0  # nats whose exponential is still a number
 
 
@@ -41,11 +41,12 @@ class Tally:
     covered: float = 0.0
     coverages: int = 0
 
-    def add_gaps(self, sums: list[float]) -> None:
-        """Add what `inter_token_gaps` found."""
-        for name, value in zip(GAPS, sums, strict=True):
+    def add_gaps(self, layers: list[torch.Tensor]) -> None:
+        """Add what `inter_token_gaps` found in each layer, read from the GPU once."""
+        for name, value in zip(GAPS, torch.stack(layers).sum(0).tolist(), strict=True):
             held = getattr(self, name)
             setattr(self, name, held + type(held)(value))
+        self.coverages += len(layers)
 
     def together(self) -> "Tally":
         """Of all ranks, when rank r of W has scored sequences r, r + W, ...: the sum of their
@@ -62,8 +63,8 @@ class Tally:
 
 
 def inter_token_gaps(route_BTk: torch.Tensor, real_BT: torch.Tensor, n_blocks: int) -> torch.Tensor:
-    """Distance in positions between consecutive real tokens of one block (3.1), fp64 sums on the
-    tensors' device in the order of `Tally`'s fields from `gap_sum` on, [6].
+    """Distance in positions between consecutive real tokens of one block (3.1): the sums `GAPS`,
+    fp64 on the tensors' device, [5].
 
     Averaged two ways, since the paper does not say which: over all pairs of consecutive tokens
     (equal loads at density k/E give E/k), and over blocks, where a nearly idle block weighs as
@@ -87,9 +88,7 @@ def inter_token_gaps(route_BTk: torch.Tensor, real_BT: torch.Tensor, n_blocks: i
         several_BE.sum(),
         count_BE.sum().double() / (n_blocks * real_BT.sum()),
     )
-    return torch.stack(
-        [*(part.double() for part in sums), sums[0].new_ones((), dtype=sums[4].dtype)]
-    )
+    return torch.stack([part.double() for part in sums])
 
 
 def routed_blocks(config: ModelConfig) -> list[int]:
@@ -148,8 +147,8 @@ def score(
         tally.sequences += len(mine)
         routes = zip(output.routes, blocks, strict=True)
         gaps = [inter_token_gaps(route_BTk, real, n_blocks) for route_BTk, n_blocks in routes]
-        if gaps:  # read once: the GPU waits for the host as rarely as it can
-            tally.add_gaps(torch.stack(gaps).sum(0).tolist())
+        if gaps:
+            tally.add_gaps(gaps)
         _, labels, real = kept
         targets.extend(row[mask].numpy() for row, mask in zip(labels, real, strict=True))
 

@@ -123,7 +123,7 @@ def test_gaps_between_the_tokens_of_a_block():
     routes = torch.tensor([[[0], [1], [0], [1], [1], [0], [0]]])
     real = torch.tensor([[True] * 6 + [False]])
     tally = Tally()
-    tally.add_gaps(inter_token_gaps(routes, real, 3).tolist())
+    tally.add_gaps([inter_token_gaps(routes, real, 3)])
     assert tally.gap_sum / tally.gap_pairs == pytest.approx((5 + 3) / (2 + 2))
     assert tally.block_gap_sum / tally.block_gaps == pytest.approx((5 / 2 + 3 / 2) / 2)
     assert tally.covered == pytest.approx(1 / 3)
