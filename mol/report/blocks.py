@@ -56,7 +56,8 @@ def drawn(figures: list["Figure"], experiment: str) -> list["Figure"]:
 
 def claimed_paths(source: Source, experiment: str) -> dict[str, Any]:
     """In the section with a claim about the dispatch paths: the figures of every run that has
-    them, whichever experiment it is of, and the printed change."""
+    them, whichever experiment it is of, and the printed change. Smoke runs, whose widths are not
+    the paper's, are left out beside others."""
     cells = {c["cell_id"]: c for c in source.table("cells") if c["metric"] == PATH_CHANGE}
     claimed = [
         cells[row["cell_id"]]
@@ -64,7 +65,9 @@ def claimed_paths(source: Source, experiment: str) -> dict[str, Any]:
         if row["experiment"] == experiment and row["cell_id"] in cells
     ]
     complete = [run for run in source.runs.values() if run["status"] == "complete"]
-    return {"printed": claimed[0], "rows": _path_rows(complete)} if claimed else {}
+    rows = _path_rows(complete)
+    rows = [row for row in rows if row["run"]["scale"] != "smoke"] or rows
+    return {"printed": claimed[0], "rows": rows} if claimed else {}
 
 
 def _path_rows(runs: list[Row]) -> list[Row]:

@@ -22,10 +22,14 @@ def page(tmp_path):
 
     class Page:
         def __init__(self):
-            self.specs = {(p.spec.kind, p.spec.condition): p.spec for p in reversed(plan("proxy"))}
+            self.specs, self.smoke = (
+                {(p.spec.kind, p.spec.condition): p.spec for p in reversed(plan(scale))}
+                for scale in ("proxy", "smoke")
+            )
 
-        def write(self, kind, condition, metrics, **more):
-            record = record_of(self.specs[kind, condition], metrics, hardware=H200, **more)
+        def write(self, kind, condition, metrics, specs=None, **more):
+            spec = (specs or self.specs)[kind, condition]
+            record = record_of(spec, metrics, hardware=H200, **more)
             write_run(tmp_path / "runs", record)
 
         def render(self):
@@ -123,14 +127,17 @@ def test_paths_of_every_run_stand_where_the_claim_about_them_is(page):
     def of_path(name, value, unit, stderr, **labels):
         return Metric(name=name, value=value, unit=unit, n=12_982, stderr=stderr, labels=labels)
 
-    page.write("train", "deltanet-1p3of15", [
-        *train_metrics(page.specs["train", "deltanet-1p3of15"], 4.6),
+    found = [
         of_path("path_ppl", 135.957, "ppl/token", 10.2, path="loop"),
         of_path("path_ppl", 135.895, "ppl/token", 10.2, path="batched"),
         of_path("path_ppl_change", -0.000456, "fraction", 0.000868, path="batched", over="loop"),
-    ])  # fmt: skip
-    page.render()
+    ]
     run = "deltanet-1p3of15, seed 42"
+    for scale, specs in (("smoke", page.smoke), ("proxy", page.specs)):  # smoke's give way
+        own = train_metrics(specs["train", "deltanet-1p3of15"], 4.6)
+        page.write("train", "deltanet-1p3of15", own + found, specs)
+        page.render()
+        assert [row.split(" ")[4] for row in page.rows("E08-paths")] == [scale, scale]
     assert page.rows("E08-paths") == [
         f"{run} loop proxy 135.96 – 12,982",
         f"{run} batched proxy 135.90 -0.046 ± 0.087 12,982",
