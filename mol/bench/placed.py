@@ -72,12 +72,22 @@ def _as_rank(
     ranks: int, folder: str, ways, config: ModelConfig, seq_len: int, seed: int, index: int
 ) -> list[tuple[int, list[float]]]:
     torch.set_num_threads(1)
-    if ranks > 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = f"file://{folder}/store"
-        dist.init_process_group(
-            "gloo", init_method=store, rank=index, world_size=ranks, timeout=PATIENCE
-        )
+    if ranks == 1:
+        return _all_ways(ways, config, seq_len, seed)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = f"file://{folder}/store"
+    dist.init_process_group(
+        "gloo", init_method=store, rank=index, world_size=ranks, timeout=PATIENCE
+    )
+    found = _all_ways(ways, config, seq_len, seed)
+    # After DDP's model, never before: its reducer would be the group's last owner, and waits with
+    # the interpreter's lock for a thread of the group that may want that lock (torch 2.13).
+    dist.destroy_process_group()
+    return found
+
+
+def _all_ways(ways, config: ModelConfig, seq_len: int, seed: int) -> list[tuple[int, list[float]]]:
+    """Of each way: bytes of this rank, and ms of each repeat."""
     generator = torch.Generator().manual_seed(seed)
     ids_BT = torch.randint(config.vocab_size, (SEQUENCES, seq_len), generator=generator)
     memory, steps = [], []
@@ -93,13 +103,11 @@ def _as_rank(
     samples = [[] for _ in ways]
     for _ in range(REPEATS):  # in turn, so that what else the machine does falls on all ways alike
         for step, taken in zip(steps, samples, strict=True):
-            if ranks > 1:
+            if world() > 1:
                 dist.barrier()
             started = time.perf_counter()
             step()
             taken.append(1e3 * (time.perf_counter() - started))
-    if ranks > 1:
-        dist.destroy_process_group()
     return list(zip(memory, samples, strict=True))
 
 
