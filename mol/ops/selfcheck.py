@@ -8,17 +8,15 @@ reference in fp64 on the same rounded values, and reports the largest relative e
 ||fast - plain|| / ||plain|| over the outputs and the gradient of every input and weight.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mol.ops import cross_entropy
 from mol.ops.attention import (
-    Rope,
     segment_attention,
     segment_attention_reference,
     step_in_cache,
@@ -31,7 +29,7 @@ from mol.ops.cross_entropy import (
 )
 from mol.ops.dispatch import RoutePlan
 from mol.ops.gated_delta import gated_delta_rule, naive_gated_delta_rule
-from mol.ops.grouped import as_operand, gathered_mm, grouped_mm, grouped_mm_reference
+from mol.ops.grouped import gathered_mm, grouped_mm, grouped_mm_reference
 from mol.ops.selfcheck_train import INNER, WIDTH, trained_products
 from mol.ops.short_conv import short_conv, short_conv_reference
 
@@ -92,10 +90,11 @@ def _with_gradients(function: Callable, inputs: dict[str, Tensor]) -> dict[str, 
     inputs = {name: t.detach().clone().requires_grad_() for name, t in inputs.items()}
     outputs = function(**inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return _collect(outputs, inputs)
+    return collect(outputs, inputs)
 
 
-def _collect(outputs: tuple[Tensor, ...], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def collect(outputs: tuple[Tensor, ...], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Outputs by number, and the gradient of each input under fixed weights of the outputs."""
     generator = torch.Generator().manual_seed(1)
     loss = 0
     for output in outputs:
@@ -177,17 +176,11 @@ def _comparisons(device: torch.device, dtype: torch.dtype) -> Iterator[tuple]:
         hidden=draw(77, 40),
         weight=draw(301, 40),
     )
-    for attention in ("softmax", "deltanet"):
-        for coverage in ("routed", "full"):
-            name = f"one-pass stage, {attention}, {coverage}"
-            yield (name, *_stage(attention, coverage, device, dtype), STAGE_TOLERANCES[dtype])
-    for norm in ("rms", "layer"):
-        name = f"full-width layer, norm = {norm}"
-        yield (name, *_full_width(norm, device, dtype), STAGE_TOLERANCES[dtype])
     # Imported here, as models import this package.
+    from mol.ops.selfcheck_layers import layers
     from mol.ops.selfcheck_step import decode_steps
 
-    for name, fast, plain in decode_steps(device, dtype):
+    for name, fast, plain in (*layers(device, dtype), *decode_steps(device, dtype)):
         yield name, fast, plain, STAGE_TOLERANCES[dtype]
 
 
@@ -270,92 +263,3 @@ def _small_chunks(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tens
 def _whole_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     losses = linear_cross_entropy_reference(hidden, weight, targets)
     return losses.detach(), (losses * _shares(targets)).sum()
-
-
-def _stage(
-    attention: str, coverage: str, device: torch.device, dtype: torch.dtype
-) -> tuple[Callable, Callable]:
-    """A 1+2of6 stage and the block loop."""
-    from mol.model.config import SplitLayer
-    from mol.model.reference import reference_balance, reference_stage
-    from mol.model.split_stage import SplitStage
-
-    config = SplitLayer(
-        d_thin=128,
-        n_heads=2,
-        n_blocks=6,
-        n_shared=1,
-        top_k=2,
-        coverage=coverage,
-        attention=attention,
-        d_ff=93,
-    )
-    rope = Rope(64)
-
-    def fast(stage: SplitStage, x: Tensor) -> tuple[Tensor, Tensor]:
-        y, balance, _ = stage(x, rope)
-        # x itself would hide errors of the much smaller update.
-        return y - x, balance
-
-    def plain(stage: SplitStage, x: Tensor) -> tuple[Tensor, Tensor]:
-        return reference_stage(stage, x, rope) - x, reference_balance(stage, x)
-
-    return _trained(lambda: SplitStage(config, 96), fast, plain, ("x",), device, dtype)
-
-
-def _full_width(norm: str, device: torch.device, dtype: torch.dtype) -> tuple[Callable, Callable]:
-    """A full-width layer whose input is still to be added, and its modules one after another."""
-    from mol.model.config import DenseLayer, ModelConfig
-    from mol.model.transformer import FullWidthLayer
-
-    dense, rope = DenseLayer(n_heads=3, d_ff=93), Rope(32)
-    config = ModelConfig(vocab_size=50, d_model=96, n_layers=1, layer=dense, norm=norm)
-
-    def fast(layer: FullWidthLayer, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
-        attended, ffn, _ = layer(x, rope, None, 0, as_operand(branch, layer.ffn.w_out))
-        return attended - x - branch, ffn
-
-    def plain(layer: FullWidthLayer, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
-        x = x + branch
-        attended = layer.attention(layer.attention_norm(x), rope)
-        return attended, layer.ffn(layer.ffn_norm(x + attended))
-
-    inputs = "x", "branch"
-    return _trained(lambda: FullWidthLayer(config, dense), fast, plain, inputs, device, dtype)
-
-
-def _trained(
-    make: Callable,
-    fast: Callable,
-    plain: Callable,
-    inputs: tuple[str, ...],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> tuple[Callable, Callable]:
-    """`fast(module, **inputs)` as training runs it (bf16: fp32 weights in autocast), and `plain` in
-    fp64 on the same weights and inputs [3, 37, 96]. Both return tensors, the first of which is
-    compared without gradients, too: other kernels give it then, in part."""
-    autocast = dtype == torch.bfloat16
-    stored = torch.float32 if autocast else dtype
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        module = make()
-        module.init_weights(std=0.1, residual_std=0.1)
-        drawn = {name: torch.randn(3, 37, 96).to(device, stored) for name in inputs}
-    module = module.to(device=device, dtype=stored)
-
-    def run(function: Callable, module: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        values = {name: t.clone().requires_grad_() for name, t in values.items()}
-        found = _collect(function(module, **values), values | dict(module.named_parameters()))
-        with torch.no_grad():
-            return found | {"output without gradients": function(module, **values)[0]}
-
-    def run_fast() -> dict[str, Tensor]:
-        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            return run(fast, module, drawn)
-
-    def run_plain() -> dict[str, Tensor]:
-        wide = {name: t.double() for name, t in drawn.items()}
-        return run(plain, copy.deepcopy(module).double(), wide)
-
-    return run_fast, run_plain

@@ -13,79 +13,17 @@ Shape suffixes: N rows, B tokens, D = d_model, M width of a block, F its inner w
 blocks, P partial sums.
 """
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
 
-
-@functools.cache
-def overlap() -> bool:
-    """Whether kernels use programmatic dependent launch, which GPUs have since Hopper: a kernel
-    starts while the one before it ends, and reads weights meanwhile. Each lets the next one start
-    only once its own predecessor is done, so whatever two launches ago wrote may be read before
-    the wait."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-
-
-def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
-    """One launch of a kernel of this package that takes `PDL`."""
-    if overlap():
-        meta["launch_pdl"] = True
-    kernel[grid](*args, PDL=overlap(), **meta)
-
-
-@triton.jit
-def wait_for_inputs(PDL: tl.constexpr):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def group_of(block, group, B: tl.constexpr, S: tl.constexpr):
-    """First row of a group, how many it has, and the number of its matrix in its own stack."""
-    shared = group < S
-    first = tl.where(shared, group * B, S * B + group - S)
-    number = tl.load(block + group - S, mask=group >= S, other=0)
-    return first, tl.where(shared, B, 1), tl.where(shared, group, number).to(tl.int64)
-
-
-@triton.jit
-def tile_of(
-    w, first, number, K: tl.constexpr, M: tl.constexpr, DEEP: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Rows first .. first + DEEP of the columns of tile `number`, zeros outside the matrix."""
-    k, column = first + tl.arange(0, DEEP), number * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (k < K)[:, None] & (column < M)[None, :]
-    return tl.load(w + k[:, None] * M + column[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def product(tile, x):
-    return tl.sum(tile.to(tl.float32) * x[:, None], 0)
-
-
-@triton.jit
-def _sum_parts(parts, stride, row, k, inside, K: tl.constexpr, PARTS: tl.constexpr):
-    """A row's sum over partial products [P, N, K]."""
-    total = tl.load(parts + row * K + k, mask=inside, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(parts + part * stride + row * K + k, mask=inside, other=0.0)
-    return total
-
-
-@triton.jit
-def _normed(x, inside, k, weight, bias, eps, K: tl.constexpr, LAYER: tl.constexpr):
-    """RMSNorm, or LayerNorm with its bias, of a row that is zero outside its width."""
-    gain = tl.load(weight + k, mask=inside, other=0.0).to(tl.float32)
-    if LAYER:
-        x = tl.where(inside, x - tl.sum(x, 0) / K, 0.0)
-    y = x * tl.rsqrt(tl.sum(x * x, 0) / K + eps) * gain
-    if LAYER:
-        y += tl.load(bias + k, mask=inside, other=0.0).to(tl.float32)
-    return y
+from mol.ops.kernels.decode_parts import (
+    group_of,
+    normed,
+    product,
+    sum_parts,
+    tile_of,
+    wait_for_inputs,
+)
 
 
 @triton.jit
@@ -169,10 +107,10 @@ def _project(
     k, column = tl.arange(0, DEEP), tile * COLUMNS + tl.arange(0, COLUMNS)
     inside = k < K
     for row in range(first_row, first_row + rows):
-        total = _sum_parts(parts, stride, row, k, inside, K, PARTS)
+        total = sum_parts(parts, stride, row, k, inside, K, PARTS)
         if tile == 0:
             tl.store(h + row * K + k, total, mask=inside)
-        y = product(w_tile, _normed(total, inside, k, norm, norm_bias, eps, K, LAYER))
+        y = product(w_tile, normed(total, inside, k, norm, norm_bias, eps, K, LAYER))
         if BIAS:
             y += tl.load(bias + column, mask=column < M, other=0.0).to(tl.float32)
         tl.store(z + row * Z + column, y, mask=column < M)
@@ -229,7 +167,7 @@ def ffn_in(
     inside = k < K
     wait_for_inputs(PDL)
     for row in range(first, first + rows):
-        added = _sum_parts(attended, stride, row, k, inside, K, PARTS)
+        added = sum_parts(attended, stride, row, k, inside, K, PARTS)
         if tile == 0:
             tl.store(sums + row * K + k, added, mask=inside)
             if S:
@@ -240,7 +178,7 @@ def ffn_in(
                     counter = used_routed + number * B + (group - S) // SLOTS
                     tl.store(counter, tl.load(counter) + 1)
         total = added + tl.load(h + row * K + k, mask=inside, other=0.0).to(tl.float32)
-        y = product(w_tile, _normed(total, inside, k, norm, norm_bias, eps, K, LAYER))
+        y = product(w_tile, normed(total, inside, k, norm, norm_bias, eps, K, LAYER))
         # GELU's tanh form: (1 + tanh u) / 2 = sigmoid(2 u).
         y *= tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
         tl.store(f + row * M + column, y, mask=column < M)
@@ -367,6 +305,6 @@ def logits(
     wait_for_inputs(PDL)
     for token in range(B):
         row = tl.load(x + token * K + k, mask=inside, other=0.0).to(tl.float32)
-        row = _normed(row, inside, k, norm, norm_bias, eps, K, LAYER)
+        row = normed(row, inside, k, norm, norm_bias, eps, K, LAYER)
         result = tl.sum(w_tile.to(tl.float32) * row[None, :], 1).to(y.dtype.element_ty)
         tl.store(y + token * M + line, result, mask=line < M)

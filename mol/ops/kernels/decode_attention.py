@@ -12,7 +12,7 @@ projection's output.
 import triton
 import triton.language as tl
 
-from mol.ops.kernels.decode import group_of, product, tile_of, wait_for_inputs
+from mol.ops.kernels.decode_parts import group_of, product, tile_of, wait_for_inputs
 
 
 @triton.jit
