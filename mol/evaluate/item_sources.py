@@ -226,7 +226,7 @@ def prepare(out: Path, source: str | None = None, truthfulqa: str | None = None)
     own = None
     if truthfulqa not in (None, "hub"):  # a file that is wrong is told before others are written
         own = truthfulqa_table(truthfulqa)
-        items_hash(TRUTHFULQA, own[0])
+        items_hash((TRUTHFULQA, "validation"), *own)
     get, no_wheel = _tables(source)
     sets: dict[str, dict[str, ItemFile]] = {}
     refused: dict[str, str] = {}

@@ -6,6 +6,7 @@ whatever source, file format or order they came in.
 
 import hashlib
 import io
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from mol.base import (
     read_json,
     reason_of,
     regular,
+    shown,
     write_atomic,
 )
 
@@ -36,6 +38,7 @@ NO_TRUTHFULQA = (
 HUB = "hub "  # starts the source of a set that came from there
 
 Key = tuple[str, str]  # set, split
+EXAMPLES: Key = ("mmlu", "dev")  # not scored, but shown in this order before each question
 
 # Rows and `items_hash` of each set. TruthfulQA has none: no source that was at hand holds its 817.
 PINNED: dict[Key, tuple[int, str]] = {
@@ -60,7 +63,7 @@ PINNED: dict[Key, tuple[int, str]] = {
         "1bf0ed65c75706b92afdea9ec77ebdc06fa6c51be3b4f16c5a91f9f84f9a75e0",
     ),
     ("mmlu", "test"): (14_042, "51da0c2a4c405cacdfe6aaccb80d40a5b3d706d6047a8715dfb3e64a3b84e03b"),
-    ("mmlu", "dev"): (285, "bf1c3625d9c807f104b7c4efdddfcd1a27f3512453a493800f356a09491e62a6"),
+    ("mmlu", "dev"): (285, "5acce9ad352ee6e35d93dee18e10af8958ad92a36cdb9e61a2b1be7029a5cd25"),
 }
 
 
@@ -89,6 +92,16 @@ def _canonical_arc(row: dict) -> dict[str, Any]:
     return {"question": " ".join(row["question"].split()), "choices": texts, "right": right}
 
 
+# Which column says what is right, and its type on the hub, on which the harness relies: a PIQA
+# label that is text matches no option, and every item counts as wrong.
+ANSWERS = {
+    "hellaswag": ("label", str),
+    "piqa": ("label", int),
+    "winogrande": ("answer", str),
+    "mmlu": ("answer", int),
+}
+
+
 def canonical_item(name: str, row: dict) -> dict[str, Any]:
     """What of a row the task shows and scores. Raises KeyError, TypeError or ValueError for a row
     that is no item of the set."""
@@ -101,24 +114,36 @@ def canonical_item(name: str, row: dict) -> dict[str, Any]:
         "mmlu": ("subject", "question", "choices"),
         TRUTHFULQA: ("question", "mc1_targets", "mc2_targets"),
     }[name]
-    answer = {"hellaswag": "label", "piqa": "label", "winogrande": "answer", "mmlu": "answer"}
     item = {column: row[column] for column in columns}
-    return item | ({"right": int(row[answer[name]])} if name in answer else {})
+    if name in ANSWERS:
+        column, kind = ANSWERS[name]
+        if type(row[column]) is not kind:
+            raise TypeError(f"{column} is {shown(row[column])}, not of type {kind.__name__}")
+        item["right"] = int(row[column])
+    return item
 
 
-def items_hash(name: str, table: pa.Table) -> str:
-    """SHA-256 over the canonical items as JSON, one a line, in the order of their text.
+def items_hash(key: Key, table: pa.Table, source: str) -> str:
+    """SHA-256 over the canonical items as JSON, one a line, in the order of their text. Examples
+    that every prompt shows carry their place within their subject: it is part of the prompt.
 
-    Raises UserError naming the row that is no item of the set.
+    Raises UserError naming `source` and the row that is no item of the set.
     """
     lines = []
+    places: Counter[str] = Counter()
     for batch in table.to_batches(max_chunksize=1024):
         for row in batch.to_pylist():
             try:
-                lines.append(canonical_json(canonical_item(name, row)))
+                item = canonical_item(key[0], row)
+                if key == EXAMPLES:
+                    item["place"] = places[item["subject"]]
+                    places[item["subject"]] += 1
+                lines.append(canonical_json(item))
             except (KeyError, TypeError, ValueError) as error:
                 what = f"{type(error).__name__}: {error}"
-                raise UserError(f"{name}: row {len(lines)} is no item ({what})") from None
+                raise UserError(
+                    f"{source}: row {len(lines)} is no item of {key[0]} ({what})"
+                ) from None
     state = hashlib.sha256()
     for line in sorted(lines):
         state.update(line.encode() + b"\n")
@@ -138,7 +163,7 @@ def wrong_set(key: Key, rows: int, items_sha256: str) -> str:
 
 def item_file(key: Key, table: pa.Table, source: str) -> ItemFile:
     """What the index says of one (set, split). Raises UserError for a row that is no item."""
-    sha256 = items_hash(key[0], table)
+    sha256 = items_hash(key, table, source)
     name = f"{key[0]}.{key[1]}.parquet"
     return ItemFile(file=name, rows=len(table), items_sha256=sha256, source=source)
 
@@ -160,14 +185,16 @@ def load_index(folder: Path) -> ItemIndex:
     except UserError as error:
         raise UserError(f"{error}; {again}") from None
     except pydantic.ValidationError as error:
-        raise one_line(error, str(path)) from None
+        raise UserError(f"{one_line(error, str(path))}; {again}") from None
 
 
 def read_parquet(path: Path) -> pa.Table:
     """The table in a parquet file. Raises UserError for what is none."""
     try:
         with pq.ParquetFile(regular(path), page_checksum_verification=True) as file:
-            return file.read()
+            table = file.read()
+        table.validate(full=True)  # text that is no UTF-8 would fail where it is used
+        return table
     except (OSError, pa.ArrowException) as error:
         reason = reason_of(error)[:160]
         raise UserError(f"{path}: absent or not readable as parquet ({reason})") from None
@@ -183,9 +210,9 @@ def load_table(folder: Path, key: Key, file: ItemFile) -> pa.Table:
     again = f"run `mol zeroshot prepare --out {folder}`"
     try:
         table = read_parquet(path)
+        found = items_hash(key, table, str(path))
     except UserError as error:
         raise UserError(f"{error}; {again}") from None
-    found = items_hash(key[0], table)
     if wrong := wrong_set(key, len(table), found):
         raise UserError(f"{path}: {wrong}; {again}")
     if (len(table), found) != (file.rows, file.items_sha256):
@@ -215,14 +242,17 @@ def load_sets(folder: Path, index: ItemIndex, names: tuple[str, ...]) -> ItemSet
             loaded.missing[name] = index.refused.get(name, unlisted)
             continue
         files = index.sets[name]
+        wanted = {split for key, split in (*PINNED, (TRUTHFULQA, "validation")) if key == name}
+        if files.keys() != wanted:
+            loaded.missing[name] = (
+                f"{folder / INDEX}: {name} needs {' and '.join(sorted(wanted))}, lists "
+                f"{', '.join(files) or 'nothing'}; run `mol zeroshot prepare --out {folder}`"
+            )
+            continue
         try:
             tables = {s: load_table(folder, (name, s), file) for s, file in files.items()}
         except UserError as error:
             loaded.missing[name] = str(error)
-            continue
-        absent = [s for key, s in PINNED if key == name and s not in tables]
-        if absent:
-            loaded.missing[name] = f"{folder / INDEX}: {name} has no split {absent[0]}"
             continue
         loaded.tables[name], loaded.files[name] = tables, files
     return loaded

