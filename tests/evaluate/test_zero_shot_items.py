@@ -391,6 +391,9 @@ def test_a_wrong_csv_is_refused_in_one_line(tmp_path):
     path.write_text(CSV.replace("Best Answer", "Answer"), "utf-8")
     with pytest.raises(UserError, match="mine.csv: row 0: no column 'Best Answer'"):
         item_sources.truthfulqa_table(str(path))
+    path.write_text(CSV + 'A,"And is it, in truth?",Yes\n', "utf-8")
+    with pytest.raises(UserError, match="mine.csv: row 1: mc1_targets needs"):
+        item_sources.truthfulqa_table(str(path))
 
 
 @pytest.mark.parametrize(
@@ -401,7 +404,12 @@ def test_a_wrong_csv_is_refused_in_one_line(tmp_path):
         (json.dumps({"question": "?"}) + "\n", "no column 'mc1_targets'"),
         (json.dumps(truthful(labels=(0, 1))) + "\n", "row 0: only the first label"),
         (json.dumps(truthful(labels=(1,))) + "\n", "row 0: mc1_targets needs equally many"),
-        (json.dumps(truthful() | {"mc2_targets": "x"}) + "\n", "row 0: mc2_targets needs"),
+        (json.dumps(truthful() | {"mc2_targets": "x"}) + "\n", "mc2_targets lists of choices"),
+        (json.dumps(truthful(labels=(1, 0.5))) + "\n", "labels .0 or 1. .Float value 0.5"),
+        (json.dumps(truthful(labels=(1, None))) + "\n", "row 0: mc1_targets needs choices with"),
+        (json.dumps(truthful(labels=(1, 2))) + "\n", "row 0: mc1_targets needs choices with"),
+        (json.dumps(truthful(choices=("right", None))) + "\n", "mc1_targets needs choices with"),
+        (json.dumps(truthful() | {"question": None}) + "\n", "row 0: question is empty"),
     ],
 )
 def test_a_wrong_truthfulqa_file_is_refused_in_one_line(tmp_path, content, message):
