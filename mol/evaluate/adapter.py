@@ -139,13 +139,15 @@ class HarnessModel(TemplateLM):
         """Greedy continuation up to a stop string, the end-of-text token or `max_gen_toks`.
 
         Runs the whole sequence again for every token: none of the paper's tasks generates.
-        Raises UserError when a task asks for sampling.
+        Raises UserError when a task asks for sampling or beams.
         """
         texts = []
         for context, options in (request.args for request in requests):
             options = normalize_gen_kwargs(options, default_max_gen_toks=256)
-            if options.get("do_sample"):
-                raise UserError("generate_until: only greedy decoding; set do_sample to false")
+            if options.get("do_sample") or options.get("num_beams", 1) != 1:
+                raise UserError(
+                    "generate_until: only greedy decoding; no do_sample, num_beams 1"
+                )
             budget = options["max_gen_toks"]
             if budget >= self.max_length:
                 raise UserError(

@@ -23,7 +23,8 @@ if "cache" not in inspect.signature(GenerationMixin.prepare_inputs_for_generatio
         "MoLForCausalLM needs a newer transformers (5.24): pip install -U transformers"
     )
 
-_LOSS_KEYS = {"num_items_in_batch", "ignore_index", "shift_labels"}
+# What the loss takes, and what `generate` hands on beside a model's own arguments.
+_OTHERS = {"num_items_in_batch", "ignore_index", "shift_labels", "tokenizer"}
 
 
 class MoLForCausalLM(PreTrainedModel, GenerationMixin):
@@ -146,7 +147,7 @@ class MoLForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _check(self, input_ids, cache, labels, others: dict) -> None:
         for name in others:
-            if name not in _LOSS_KEYS and others[name] is not None and others[name] is not False:
+            if name not in _OTHERS and others[name] is not None and others[name] is not False:
                 raise ValueError(
                     f"{name}: this model reads token ids, counts positions from the first real "
                     "token and keeps no attention weights, so it cannot take or give them"

@@ -343,8 +343,8 @@ def test_bad_requests_are_refused_in_one_line(gpt2, tokenizer):
     model = ours(gpt2, tokenizer)
     with pytest.raises(UserError, match="raise max_length"):
         model.loglikelihood(instances("loglikelihood", [("a", " river" * 100)]))
-    sampled = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 4}
-    with pytest.raises(UserError, match="greedy"):
-        model.generate_until(instances("generate_until", [("a", sampled)]))
+    for other in ({"do_sample": True, "temperature": 1.0}, {"num_beams": 2}):
+        with pytest.raises(UserError, match="only greedy"):
+            model.generate_until(instances("generate_until", [("a", other | {"max_gen_toks": 4})]))
     with pytest.raises(UserError, match="no room"):
         model.generate_until(instances("generate_until", [("a", {"max_gen_toks": MAX_LENGTH})]))

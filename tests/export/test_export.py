@@ -116,6 +116,21 @@ def test_the_files_of_an_export(results, exported, capsys):
     assert all(torch.equal(stored[f"model.{name}"], weight) for name, weight in trained.items())
 
 
+def test_generation_stops_at_a_string(exported):
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    batch = tokenizer(["the river"], return_tensors="pt")
+
+    def written(**options) -> str:
+        ids = model.generate(**batch, max_new_tokens=20, do_sample=False, **options)
+        return tokenizer.decode(ids[0, batch.input_ids.shape[1] :])
+
+    whole = written()
+    stop = whole[len(whole) // 2 :][:3]
+    text = written(stop_strings=[stop], tokenizer=tokenizer)
+    assert len(text) < len(whole) and whole.startswith(text) and stop in text
+
+
 def test_the_tokenizer_is_the_runs_own(results, exported):
     ours, theirs = load_tokenizer(results.corpus), AutoTokenizer.from_pretrained(exported)
     assert (theirs.eos_token_id, theirs.pad_token_id) == (results.meta.eos_id, 0)
