@@ -145,9 +145,7 @@ class HarnessModel(TemplateLM):
         for context, options in (request.args for request in requests):
             options = normalize_gen_kwargs(options, default_max_gen_toks=256)
             if options.get("do_sample") or options.get("num_beams", 1) != 1:
-                raise UserError(
-                    "generate_until: only greedy decoding; no do_sample, num_beams 1"
-                )
+                raise UserError("generate_until: only greedy decoding; no do_sample, num_beams 1")
             budget = options["max_gen_toks"]
             if budget >= self.max_length:
                 raise UserError(
