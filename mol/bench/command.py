@@ -23,7 +23,7 @@ LENGTHS = {
 # A program without such an argument refuses the option, by its configuration.
 OPTIONS = (
     "device", "dtype", "warmup", "repeats", "batch_size", "paths", "run_as",
-    "devices", "ranks",
+    "attention", "devices", "ranks",
 )  # fmt: skip
 
 STEP_OPTIONS = ("accumulate", "checkpoint_activations")
@@ -65,6 +65,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--paths", nargs="+", metavar="PATH", help="prefill: one_pass, loop, batched"
     )
+    parser.add_argument(
+        "--attention", nargs="+", metavar="BACK_END",
+        help="prefill: each of cudnn, flash, efficient, flash_attn, in place of torch's choice",
+    )  # fmt: skip
     parser.add_argument(
         "--run-as",
         metavar="WAY",

@@ -64,6 +64,7 @@ def layers_compiled(
         for layer in model.layers:
             for name in ("forward", "step"):
                 vars(layer).pop(name, None)  # uncovers the method of the class
+        torch._dynamo.reset()  # a trace has its attention's library chosen, and no guard for it
 
 
 def attention_backend(heads: int, width: int, length: int, device: torch.device, dtype: str) -> str:
@@ -112,3 +113,18 @@ def out_of_memory_noted(notes: list[str], what: str) -> Iterator[None]:
         notes.append(f"{what}: out of GPU memory")
         gc.collect()
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def absence_noted(notes: list[str], what: str) -> Iterator[None]:
+    """Turn a library that is not installed, or an attention back end that does not take what is
+    timed here, into a note."""
+    try:
+        yield
+    except ImportError as error:
+        notes.append(f"{what}: {error}")
+    except RuntimeError as error:
+        refusals = "No viable backend", "No available kernel", "FlashAttention only"
+        if not str(error).startswith(refusals):
+            raise
+        notes.append(f"{what}: this back end takes no such attention here")

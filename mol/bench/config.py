@@ -36,7 +36,8 @@ class PrefillBench(Timed):
     Models with routed blocks are timed once by each of `paths`: all blocks in one pass, block by
     block, or blocks as further heads of one call (5.6). `run_as`: `paper` is eager, with
     FlashAttention-2, and gives the mean; `fastest` is compiled or captured as a CUDA graph, with
-    torch's choice of attention, and gives the median.
+    torch's choice of attention, and gives the median. `attention`: back ends to time one after
+    the other in place of that choice (`mol.ops.attention_by`).
     """
 
     program: Literal["prefill"] = "prefill"
@@ -44,6 +45,9 @@ class PrefillBench(Timed):
     lengths: Several[Count]
     paths: Several[Literal["one_pass", "loop", "batched"]] = ("one_pass",)
     run_as: Literal["paper", "fastest"] = "fastest"
+    attention: tuple[Literal["cudnn", "flash", "efficient", "flash_attn"], ...] = Field(
+        (), exclude_if=lambda named: not named
+    )  # left out where empty, so that a run's identity is that of before the choice
 
 
 class DecodeBench(Timed):

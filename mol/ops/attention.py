@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mol.ops.attention_by import by_package, flash_attn
 from mol.ops.tracing import has_kernels, untraced
 
 
@@ -69,7 +70,10 @@ def segment_attention(
     `cu_seqlens` int32 [S + 1]; `longest` bounds the segments. When S * longest = N the segments
     are equal and no table is read. Otherwise bf16 on CUDA takes the variable-length kernel, and
     the rest pads the segments into a batch (causality hides the padding from the rows that count).
+    `mol.ops.attention_by` names another library for it.
     """
+    if by_package():
+        return flash_attn(q_NHd, k_NHd, v_NHd, cu_seqlens, longest)
     rows, heads, width = q_NHd.shape
     segments = cu_seqlens.numel() - 1
     if segments * longest == rows:

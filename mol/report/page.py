@@ -15,6 +15,7 @@ from markupsafe import Markup
 from mol.base import canonical_json, write_atomic
 from mol.report.blocks import claimed_paths, costed, drawn, score_rows, text_rows, training
 from mol.report.captions import MEANING, hardware_of
+from mol.report.fastest import fastest
 from mol.report.figures import Figure
 from mol.report.markup import TURNS
 from mol.report.number import figure_text
@@ -200,6 +201,7 @@ def _sections(
                 "settings": [row for row in extras.settings if name in row["experiments"]],
                 "training": training(judging, extras.steps),
                 "paths": claimed_paths(source, name),
+                "fastest": fastest(judging),
                 "texts": text_rows(judging),
                 "scores": score_rows(judging, extras.task_versions),
                 "comparisons": [r for r in source.table("comparisons") if r["run_id"] in own],

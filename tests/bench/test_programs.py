@@ -97,6 +97,20 @@ def test_the_papers_protocol_takes_its_paths_and_means():
     assert all(m.value == pytest.approx(2 / (1 / m.low + 1 / m.high)) for m in found.values())
 
 
+def test_each_back_end_is_timed_or_said_to_be_absent():
+    models = {name: MODELS[name] for name in ("dense", "dense-delta")}
+    wanted = ("flash", "cudnn", "flash_attn")
+    spec = PrefillBench(models=models, lengths=(5, 9), attention=wanted, **TIMED)
+    outcome = prefill.run(spec, CPU, seed=0)
+    found = figures(outcome, "prefill_tokens_per_s", "model", "attention", "length")
+    assert {key for key in found if key[0] == "dense"} == {
+        ("dense", "flash", 5), ("dense", "flash", 9)
+    }  # fmt: skip
+    cudnn, package = (n for n in outcome.notes if n.startswith("dense, "))
+    assert cudnn == "dense, dense, cudnn: this back end takes no such attention here"
+    assert package.startswith("dense, dense, flash_attn: ")
+
+
 def test_prefill_without_memory_leaves_a_note_and_the_other_figures(monkeypatch):
     whole = LanguageModel.forward
 

@@ -22,7 +22,7 @@ def test_thirteen_experiments_with_the_conditions_and_seeds_of_the_paper():
     sizes = {name: len(e.conditions) for name, e in paper.experiments.items()}
     assert sizes["E04"] == 6 and sizes["E06"] == 12 and sizes["E09"] == 5 and sizes["E10"] == 7
     kinds = Counter(run.spec.kind for run in plan("smoke"))
-    assert kinds == {"train": 63, "zeroshot": 3, "bench": 15}
+    assert kinds == {"train": 63, "zeroshot": 3, "bench": 16}
     seeds = Counter(run.spec.condition for run in plan("smoke") if run.spec.kind == "train")
     three = {slug for slug, count in seeds.items() if count == 3}
     assert three == {
