@@ -22,19 +22,24 @@ INDEX = "export.json"
 
 
 def check_target(folder: Path) -> None:
-    """Raises UserError unless `folder` is absent, empty, or an earlier export and nothing else."""
+    """Raises UserError unless `folder` is absent, empty, or an earlier export as it was written."""
     if not folder.exists():
         if folder.is_symlink():
             raise UserError(f"{folder}: a link to nothing; give another folder")
         return
     if not folder.is_dir():
         raise UserError(f"{folder}: a file; give a folder")
-    found = {path.name for path in folder.iterdir()}
-    listed = read_json(folder / INDEX) if INDEX in found else {}
-    files = listed.get("files") if isinstance(listed, dict) else None
-    foreign = sorted(found - {INDEX} - set(files or ()))
-    if foreign:
-        raise UserError(f"{folder}: holds {foreign[0]}, which no export wrote; give a new folder")
+    found = sorted(path.name for path in folder.iterdir())
+    try:
+        files = read_json(folder / INDEX)["files"]
+        ours = [INDEX, *(n for n in found if n in files and sha256_file(folder / n) == files[n])]
+    except (UserError, KeyError, TypeError):
+        ours = []
+    if foreign := [name for name in found if name not in ours]:
+        raise UserError(
+            f"{folder}: holds {foreign[0]}, which no export wrote or which was changed since; "
+            "give a new folder"
+        )
 
 
 def hf_tokenizer(corpus: Path, meta: CorpusMeta) -> PreTrainedTokenizerFast:

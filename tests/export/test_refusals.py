@@ -131,6 +131,23 @@ def test_a_folder_with_other_files_is_left_alone(results, tmp_path, capsys):
     assert "a file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["README.md", "model.safetensors", "export.json"])
+def test_an_export_that_was_changed_is_left_alone(results, tmp_path, capsys, name):
+    """A card that was edited, weights that were trained on, an index of something else."""
+    run, out = results.run(HYBRID), tmp_path / "out"
+    assert export(results, run, "--to", out) == 0
+    assert export(results, run, "--to", out) == 0  # as it was written it is replaced
+    capsys.readouterr()
+    if name == "export.json":
+        for path in out.iterdir():
+            path.unlink()
+    (out / name).write_text('{"mine": 1}')
+    assert export(results, run, "--to", out) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and name in error and "give a new folder" in error
+    assert (out / name).read_text() == '{"mine": 1}'
+
+
 def test_a_full_disk_leaves_the_earlier_export(results, tmp_path, capsys):
     run, out = results.run(HYBRID), tmp_path / "out"
     assert export(results, run, "--to", out) == 0
