@@ -96,6 +96,11 @@ def load_gpt2(source: str) -> tuple[torch.nn.Module, Tokenizer, str]:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=commit or "main")
     except Exception as error:  # each release of the client raises other types
         raise UserError(f"{source}: no GPT-2 to load ({_reason(error)})") from None
+    if len(tokenizer) != model.config.vocab_size:  # without its files one is made, and empty
+        raise UserError(
+            f"{source}: its tokenizer has {len(tokenizer):,} tokens, its weights have "
+            f"{model.config.vocab_size:,}; put both of one GPT-2 there"
+        )
     return model, tokenizer.backend_tokenizer, f"{source}@{commit}" if commit else source
 
 
@@ -123,8 +128,8 @@ def wikitext_rows(path: Path | None) -> list[str]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: not a readable text file ({_reason(error)})") from None
     rows = [line if line.strip() else "" for line in lines]
-    if not any(rows):
-        raise UserError(f"{path}: holds no text")
+    if len(" ".join(rows).split()) < 2:
+        raise UserError(f"{path}: holds no text of two words; give wiki.test.raw")
     return rows
 
 
@@ -150,10 +155,11 @@ def lambada_texts(path: Path | None) -> list[str]:
     try:
         for line in read_text(path).splitlines():
             row = json.loads(line)
-            texts.append(
-                row["text"] if "text" in row else f"{row['context']} {row['continuation']}"
-            )
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+            text = row["text"] if "text" in row else row["context"] + " " + row["continuation"]
+            if len(text.split()) < 2:
+                raise ValueError("no last word")
+            texts.append(text)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise UserError(
             f"{path}: line {len(texts) + 1}: needs text, or context and continuation ({error})"
         ) from None

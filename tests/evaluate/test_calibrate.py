@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -162,6 +163,10 @@ def test_without_the_hub_it_says_so_in_one_line(gpt2, files, tmp_path, capsys, m
         (b"\xff\xfe", b'{"text": "a b"}\n', "wiki.test.raw: not a readable text file"),
         (b" \n \n", b'{"text": "a b"}\n', "wiki.test.raw: holds no text"),
         (None, b'{"text": "a b"}\n{"context": "a"}\n', "lambada.jsonl: line 2: needs text"),
+        (b"once\n", b'{"text": "a b"}\n', "wiki.test.raw: holds no text of two words"),
+        (None, b'{"text": "one"}\n', "lambada.jsonl: line 1: needs text"),
+        (None, b'{"text": 5}\n', "lambada.jsonl: line 1: needs text"),
+        (None, b'{"context": "a", "continuation": null}\n', "lambada.jsonl: line 1: needs text"),
         (None, b"", "lambada.jsonl: holds no passages"),
     ],
 )
@@ -178,6 +183,16 @@ def test_wrong_files_are_named(gpt2, files, tmp_path, capsys, text, lambada, mes
 def test_a_folder_without_a_gpt2_is_refused(files, tmp_path, capsys):
     assert run(tmp_path, files, tmp_path) == 2
     assert "no GPT-2 to load" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_gpt2_without_its_tokenizer_is_refused(gpt2, files, tmp_path, capsys):
+    """transformers makes an empty one, which reads no text at all."""
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(gpt2[0] / name, folder)
+    assert run(folder, files, tmp_path) == 2
+    assert "gpt2: its tokenizer has " in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_its_options_go_with_it(capsys, tmp_path):
