@@ -135,16 +135,20 @@ def _cost_text(cost) -> str:
 
 
 def _print_sums(runs: list[Planned], priced: dict) -> None:
-    """By experiment, in which a run counts wherever it is used, and all runs once."""
+    """By experiment, in which a run counts wherever it is used; then each run once, those that one
+    GPU trains apart from those that several train together."""
     from mol.plan.cost import summary
 
-    of: dict[str, list] = {}
-    for run in runs:
-        for experiment in run.experiments if run.run_id in priced else ():
-            of.setdefault(experiment, []).append(priced[run.run_id])
-    for experiment, found in of.items():
-        print(f"  {experiment}: {summary(found)}")
-    print(f"  all: {summary(priced.values())}")
+    runs = [run for run in runs if run.run_id in priced]
+    groups = {
+        name: [r for r in runs if name in r.experiments] for name in load_experiments().experiments
+    }
+    counts = sorted({run.gpus for run in runs})
+    if len(counts) > 1:
+        groups |= {f"on {n} GPU{'s' * (n > 1)}": [r for r in runs if r.gpus == n] for n in counts}
+    for name, found in (groups | {"all": runs}).items():
+        if found:
+            print(f"  {name}: {summary(priced[run.run_id] for run in found)}")
     if all(cost.speed is None for cost in priced.values()):
         print(
             "no record of a GPU holds a speed: `mol bench train-step` or a training run gives one"

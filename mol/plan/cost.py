@@ -42,6 +42,7 @@ class Cost(NamedTuple):
     speed was measured; `paper` the GPU-hours that the paper states, None where it states none."""
 
     done: bool
+    tokens: int
     hours: float | None
     speed: Speed | None
     paper: float | None
@@ -106,16 +107,19 @@ def costs(runs: Iterable[Planned], results: Path) -> dict[str, Cost]:
         speed = best.get((spec.model, spec.seq_len))
         hours = None if speed is None else speed.hours(spec.tokens)
         paper = stated.get(spec.condition) if spec.scale == "paper" else None
-        priced[run.run_id] = Cost(run.run_id in done, hours, speed, paper)
+        priced[run.run_id] = Cost(run.run_id in done, spec.tokens, hours, speed, paper)
     return priced
 
 
 def summary(found: Iterable[Cost]) -> str:
-    """In words: how many are done, what the others cost, and what the paper states for them."""
+    """In words: how many there are and on how many tokens, how many are done, what the others cost,
+    and what the paper states for them."""
     found = list(found)
     left = [cost for cost in found if not cost.done]
     known = [cost.hours for cost in left if cost.hours is not None]
+    tokens = sum(cost.tokens for cost in found)
     parts = [f"{len(found)} training run{'s' if len(found) != 1 else ''}"]
+    parts.append(f"{tokens / 1e9:.3g}B tokens")
     if done := len(found) - len(left):
         parts.append(f"{done} done")
     if known:

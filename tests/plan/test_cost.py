@@ -67,8 +67,8 @@ def test_hours_are_tokens_over_the_fastest_measured_speed(tmp_path, runs):
     assert cost.speed.gpu == "NVIDIA H200" and cost.speed.run_id == bench(dense).run_id
     assert [c.hours is None for c in found.values()].count(False) == 1
     assert summary(found.values()) == (
-        "4 training runs, 0.45 GPU-hours for 1 to come (NVIDIA H200), 3 not measured, "
-        "the paper states 213.2 for 1"
+        "4 training runs, 26.5B tokens, 0.45 GPU-hours for 1 to come (NVIDIA H200), "
+        "3 not measured, the paper states 213.2 for 1"
     )
 
 
@@ -116,3 +116,13 @@ def test_a_proxy_plan_reads_not_run_with_measured_hours_or_says_that_none_is(tmp
     assert state["fineweb-1p3of15"].endswith(f"not run, {65_536_000 / 400_000 / 3600:.2f}")
     assert state["fineweb-1p3of10"].endswith("not run, not measured")
     assert "no record" not in lines[-1] and "0.05 GPU-hours for 1 to come" in lines[-1]
+
+
+def test_runs_of_one_gpu_are_summed_apart_from_those_of_several(tmp_path, capsys):
+    assert main(["plan", "--scale", "paper", "--results", str(tmp_path)]) == 0
+    sums = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    by_id = [line.split(":")[0] for line in sums if line.startswith("E")]
+    assert by_id == sorted(by_id)
+    assert "on 1 GPU: 60 training runs, 141B tokens, 60 not measured" in sums
+    assert sums[-2].startswith("on 4 GPUs: 3 training runs, 62.9B tokens")
+    assert sums[-1].startswith("all: 63 training runs, 204B tokens")

@@ -1,15 +1,18 @@
 """The plan: the paper's runs, their topologies at every scale, and their identities."""
 
 import json
+import re
 import shutil
 from collections import Counter
 
 import pytest
 
 from mol.base import UserError
+from mol.cli import main
 from mol.data.config import FileSource
 from mol.plan.build import Config, find_run, plan, read_config
 from mol.plan.experiments import PAPER, load_experiments
+from mol.plan.select import changed
 
 
 def by_slug(scale):
@@ -174,11 +177,34 @@ def test_a_wrong_configuration_is_one_line_with_the_key(tmp_path, text, words):
 
 
 def test_plan_command_prints_rows(capsys):
-    from mol.cli import main
-
     assert main(["plan", "--experiment", "E03", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["condition"] for row in rows] == ["ct-moe", "ct-moe-se"]
     assert all(row["train_flop"] == 6 * row["params_active"] * row["tokens"] for row in rows)
     assert main(["plan", "--experiment", "E99"]) == 2
     assert "E99" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("model.layer.divide_by_kk=false", "divide_by_kk=false: .* 'model.layer.divide_by_k'"),
+        ("model.layer.divide_by_k", "divide_by_k: need KEY=VALUE"),
+        ("model.layer.d_thin.x=1", "d_thin.x=1: need KEY=VALUE"),
+        ("model.layer.weights_over=none", "weights_over: Input should be 'selected' or 'all'"),
+        ("optim.lr=NaN", "optim.lr: Input should be a finite number"),
+    ],
+)
+def test_a_change_on_the_command_line_is_checked_as_a_file_is(change, words, capsys):
+    run = ["--run", "deltanet-1p3of15-s42", "--scale", "proxy"]
+    assert main(["train", *run, "--set", change]) == 2
+    assert re.search(words, capsys.readouterr().err)
+
+
+def test_changes_on_the_command_line_make_a_run_of_their_own():
+    """Two that only together are a specification: rows of 48 give sequences of 47."""
+    spec = find_run("deltanet-1p3of15-s42", "smoke").spec
+    mine = changed(spec, ["model.layer.weights_over=all", "data.layout.chunk=48", "seq_len=47"])
+    assert mine.model.layer.weights_over == "all" and mine.seq_len == 31
+    assert mine.run_id != spec.run_id and mine.condition == spec.condition
+    assert changed(spec, []) is spec
