@@ -205,6 +205,6 @@ def test_changes_on_the_command_line_make_a_run_of_their_own():
     """Two that only together are a specification: rows of 48 give sequences of 47."""
     spec = find_run("deltanet-1p3of15-s42", "smoke").spec
     mine = changed(spec, ["model.layer.weights_over=all", "data.layout.chunk=48", "seq_len=47"])
-    assert mine.model.layer.weights_over == "all" and mine.seq_len == 31
+    assert mine.model.layer.weights_over == "all" and mine.seq_len == 47
     assert mine.run_id != spec.run_id and mine.condition == spec.condition
     assert changed(spec, []) is spec
