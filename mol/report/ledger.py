@@ -17,7 +17,7 @@ NAMED = 2  # conditions an effect names; more are counted
 def ledger_rows(folder: Path, pairs: list[Row]) -> list[Row]:
     """Rows of `settings.toml` below a paper's folder, none without it, each with `effects`:
     summaries of the `pairs` (table `effects`, JSON read), and `effect`, the same in words. What
-    is not guessed has neither."""
+    is not guessed has them where runs were made to tell."""
     if not (folder / "settings.toml").is_file():
         return []
     plan, settings = load_experiments(folder), load_settings(folder)
@@ -34,9 +34,17 @@ def ledger_rows(folder: Path, pairs: list[Row]) -> list[Row]:
 
 def _with_effect(row: Row, pairs: list[Row], plan: Paper) -> Row:
     guessed = row["status"] == "guessed"
-    found = effects_of(row, pairs, plan) if guessed and row["key"] else []
+    asked = pairs if guessed else [pair for pair in pairs if _made_to_tell(pair)]
+    found = effects_of(row, asked, plan) if row["key"] else []
     words = "; ".join(map(_words, found)) or ("not measured" if guessed else "")
     return row | {"effects": found, "effect": words}
+
+
+def _made_to_tell(pair: Row) -> bool:
+    """Whether a run of the paper's was made again with another value. Its own rows differ from one
+    another in what it states, and a run has several protocols anyway."""
+    run, other = pair["run_id"], pair["other_run"]
+    return run != other and other.startswith(f"{pair['condition']}-s{pair['seed']}-")
 
 
 def _words(effect: Row) -> str:

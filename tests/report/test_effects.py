@@ -128,6 +128,16 @@ def test_what_is_no_pair(place):
     assert place.ledger("model.layer.weights_over", "E05") == "not measured"
 
 
+def test_what_the_paper_states_has_an_effect_where_a_run_was_made_to_tell(place):
+    spec = place.of("mol-top3")[0]
+    write_train(place.runs, spec, 3.5)
+    write_train(place.runs, changed(spec, **{"condition": "mine", "optim.clip": 0.5}), 3.7)
+    write_train(place.runs, changed(spec, **{"model.layer.divide_by_k": False}), 3.4)
+    rows = {r["key"]: r for r in ledger_rows(PAPER, place.effects()) if r["status"] == "stated"}
+    assert rows["model.layer.divide_by_k"]["effect"].startswith("true to false: -0.1000 nat/token")
+    assert {row["effect"] for key, row in rows.items() if key != "model.layer.divide_by_k"} == {""}
+
+
 def test_a_variant_under_a_name_of_its_own_is_a_pair_too(place):
     spec = place.of("mol-top3")[0]
     write_train(place.runs, spec, 3.5)
