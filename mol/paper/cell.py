@@ -51,7 +51,8 @@ class Cell(Frozen):
 
     Operations, with x = `metric` of (`condition`, `labels`) and y = that of `versus`:
     diff x - y; ratio x / y; percent 100 (x / y - 1); crossover the step, or the length, from
-    which x is better than y (with unit %: as a share of all steps). For training runs `versus`
+    which x is better than y (with unit %: as a share of all steps); limit, without y, the length at
+    which x, a peak of memory, is all that the GPU has. For training runs `versus`
     is a condition; for benchmarks it replaces labels, as in "model=dense-1p3b". `seeds` are those
     of both sides together: each side uses the ones it ran with, paired where both have them.
     """
@@ -71,7 +72,7 @@ class Cell(Frozen):
     seeds: tuple[int, ...]
     metric: str
     labels: dict[str, Label]
-    op: Literal["", "diff", "ratio", "percent", "crossover"]
+    op: Literal["", "diff", "ratio", "percent", "crossover", "limit"]
     versus: str
     hardware: str  # as printed; empty when the paper names none
     note: str
@@ -127,8 +128,10 @@ class Cell(Frozen):
             raise ValueError("a metric needs a condition")
         if self.condition and not self.experiment:
             raise ValueError("a condition needs an experiment")
-        if bool(self.op) != bool(self.versus):
-            raise ValueError("op and versus come together")
+        if bool(self.op and self.op != "limit") != bool(self.versus):
+            raise ValueError("op and versus come together, but for op = limit")
+        if self.op == "limit" and self.metric != "peak_memory":
+            raise ValueError("op = limit goes with metric = peak_memory")
         if self.op and not self.metric:
             raise ValueError("an op needs a metric")
         if self.metric and self.unit not in self._units():
@@ -140,7 +143,12 @@ class Cell(Frozen):
     def _units(self) -> tuple[str, ...]:
         """Units that a number of this metric and operation may be printed in."""
         if self.op:
-            of_op = {"ratio": ("ratio",), "percent": ("%",), "crossover": ("step", "length", "%")}
+            of_op = {
+                "ratio": ("ratio",),
+                "percent": ("%",),
+                "crossover": ("step", "length", "%"),
+                "limit": ("token", "length"),
+            }
             if self.op in of_op:
                 return of_op[self.op]
         unit = METRICS[self.metric]
@@ -162,7 +170,7 @@ class Cell(Frozen):
     @property
     def per_metric_unit(self) -> float:
         """Cell units in one unit of the metric: 100 for percent of a fraction, 1/3600 for hours."""
-        if self.op in ("ratio", "percent", "crossover"):
+        if self.op in ("ratio", "percent", "crossover", "limit"):
             return 1.0
         factors = {
             ("fraction", "%"): 100.0, ("fraction", "pt"): 100.0, ("s", "h"): 1 / 3600,

@@ -22,8 +22,9 @@ def is_timing(cell: Cell) -> bool:
 
 
 def is_machine_bound(cell: Cell) -> bool:
-    """Whether a cell holds only for the machine it was measured on; rounding noise does too."""
-    return is_timing(cell) or METRICS.get(cell.metric) == "logit"
+    """Whether a cell holds only for the machine it was measured on; rounding noise and what its
+    memory holds do too."""
+    return is_timing(cell) or METRICS.get(cell.metric) == "logit" or cell.op == "limit"
 
 
 def is_perplexity(cell: Cell) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 from mol.base import UserError
 from mol.paper.cell import Cell, Label
 from mol.report.crossover import first_that_stays, lengths_apart, steps_apart
+from mol.report.limit import memory_limit
 from mol.report.paired import Paired
 from mol.report.query import Query, beside, joined, pair_of, read
 from mol.report.readings import Reading, Runs
@@ -48,6 +49,8 @@ def reproduce(runs: Runs, scale: str, cell: Cell) -> Reproduced | None:
     if cell.op == "crossover":
         return _crossover(runs, scale, cell)
     query = _query(cell, cell.condition, cell.labels)
+    if cell.op == "limit":
+        return _limit(runs, scale, query)
     ours, other = read(runs, scale, query)
     if not ours:
         return None
@@ -174,6 +177,14 @@ def _half_range(reading: Reading) -> float:
 def _relative_range(reading: Reading) -> float:
     half = _half_range(reading)
     return half / abs(reading.value) if half else 0.0
+
+
+def _limit(runs: Runs, scale: str, query: Query) -> Reproduced | None:
+    found = memory_limit(runs, scale, query)
+    if found is None:
+        return None
+    figure = Figure(value=found.length, samples=(Sample(values=()),))
+    return Reproduced(figure=figure, protocol=None, runs=(found.run,), other=found.how)
 
 
 def _crossover(runs: Runs, scale: str, cell: Cell) -> Reproduced | None:

@@ -103,8 +103,9 @@ class Runs:
 def load_runs(database: duckdb.DuckDBPyConnection, plan: Paper) -> Runs:
     """Read the complete runs of the plan, their metrics and their validation curves."""
     cursor = database.execute(
-        "SELECT run_id, kind, scale, condition, seed, hardware, hardware_count, device, wall_s, "
-        "finished, spec->>'$.data.source.kind' AS source, spec->>'$.train_run' AS train_run, data, "
+        "SELECT run_id, kind, scale, condition, seed, hardware, hardware_count, device, "
+        "memory_gib, wall_s, finished, spec->>'$.data.source.kind' AS source, "
+        "spec->>'$.train_run' AS train_run, data, "
         "(spec->>'$.optim.steps')::BIGINT AS steps, spec->>'$.data.tokenizer' AS tokenizer, "
         "(spec->>'$.data.vocab_size')::BIGINT AS vocab_size, notes "
         "FROM runs WHERE status = 'complete' AND run_id NOT IN (SELECT run_id FROM variants) "

@@ -19,7 +19,6 @@ from synthetic import (
 from mol.base import UserError
 from mol.data.config import WheelSource
 from mol.paper.cell import Cell
-from mol.plan.build import plan
 from mol.plan.experiments import load_experiments
 from mol.report.crossover import first_that_stays, lengths_apart
 from mol.report.query import Query, same_hardware
@@ -140,47 +139,6 @@ def test_a_gpu_counts_only_where_it_is_named(printed, name, count, same):
 
 
 # ---- records of a made-up paper ----
-
-
-@pytest.fixture
-def suite(tmp_path):
-    """Folders of a made-up paper: write runs, then ask for a cell's verdict."""
-
-    class Suite:
-        paper = write_paper(tmp_path / "paper")
-        runs = tmp_path / "runs"
-
-        def spec(self, condition, seed=1, scale="paper"):
-            for planned in plan(scale, folder=self.paper):
-                if (planned.spec.condition, planned.spec.seed) == (condition, seed):
-                    return planned.spec
-            raise KeyError(condition)
-
-        def train(self, condition, ppls, scale="paper", **changes):
-            for seed, ppl in enumerate(ppls, start=1):
-                spec = self.spec(condition, seed, scale)
-                write_train(self.runs, spec, math.log(ppl), **changes)
-
-        def bench(self, condition, scale="paper", hardware=H200, **labels):
-            spec = self.spec(condition, seed=0, scale=scale)
-            metrics = [
-                metric.model_copy(update={"labels": metric.labels | labels})
-                for metric in bench_metrics(spec)
-            ]
-            write_run(self.runs, record_of(spec, metrics, hardware=hardware))
-
-        def verdict(self, cell_id, scale="paper"):
-            database = tmp_path / "mol.duckdb"
-            build(database, self.runs, tmp_path / "records", self.paper)
-            with duckdb.connect(database, read_only=True) as connection:
-                cursor = connection.execute(
-                    "SELECT * FROM verdicts WHERE cell_id = ? AND scale = ?", [cell_id, scale]
-                )
-                names = [column[0] for column in cursor.description]
-                rows = cursor.fetchall()
-            return dict(zip(names, rows[0], strict=True)) if rows else None
-
-    return Suite()
 
 
 def test_three_seeds_near_the_printed_mean_reproduce_it(suite):
