@@ -89,19 +89,27 @@ def load_gpt2(source: str) -> tuple[torch.nn.Module, Tokenizer, str]:
     Raises UserError when it cannot be had or is no GPT-2.
     """
     from transformers import AutoTokenizer, GPT2LMHeadModel
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # what it would say of weights is told below, in one line
     try:
         commit = None if Path(source).is_dir() else hub_commit(source, "model")
-        model = GPT2LMHeadModel.from_pretrained(source, revision=commit or "main").eval()
+        model, info = GPT2LMHeadModel.from_pretrained(
+            source, revision=commit or "main", output_loading_info=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(source, revision=commit or "main")
     except Exception as error:  # each release of the client raises other types
         raise UserError(f"{source}: no GPT-2 to load ({_reason(error)})") from None
+    absent = sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]}))
+    if absent:  # transformers draws them at random
+        raise UserError(f"{source}: no weights of a GPT-2, {absent[0]} is not among them")
     if len(tokenizer) != model.config.vocab_size:  # without its files one is made, and empty
         raise UserError(
             f"{source}: its tokenizer has {len(tokenizer):,} tokens, its weights have "
             f"{model.config.vocab_size:,}; put both of one GPT-2 there"
         )
-    return model, tokenizer.backend_tokenizer, f"{source}@{commit}" if commit else source
+    return model.eval(), tokenizer.backend_tokenizer, f"{source}@{commit}" if commit else source
 
 
 def _reason(error: Exception) -> str:
@@ -148,12 +156,12 @@ def wikitext_pages(rows: Sequence[str]) -> list[str]:
 
 def lambada_texts(path: Path | None) -> list[str]:
     """LAMBADA's passages, from the hub or a file of JSON lines with `text`, or with `context` and
-    `continuation`. Raises UserError naming the line."""
+    `continuation`. Raises UserError naming the passage."""
     if path is None:
         return _hub_rows(LAMBADA)
     texts = []
     try:
-        for line in read_text(path).splitlines():
+        for line in filter(str.strip, read_text(path).split("\n")):  # text may hold U+2028
             row = json.loads(line)
             text = row["text"] if "text" in row else row["context"] + " " + row["continuation"]
             if len(text.split()) < 2:
@@ -161,7 +169,7 @@ def lambada_texts(path: Path | None) -> list[str]:
             texts.append(text)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise UserError(
-            f"{path}: line {len(texts) + 1}: needs text, or context and continuation ({error})"
+            f"{path}: passage {len(texts) + 1}: needs text, or context and continuation ({error})"
         ) from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None

@@ -167,7 +167,7 @@ def _truthfulqa_file(path: Path) -> pa.Table:
             return read_parquet(path)
         if path.suffix == ".csv":
             return _from_csv(path)
-        lines = read_text(path).splitlines()
+        lines = read_text(path).split("\n")  # text may hold other ends of lines, as U+2028
         return pa.Table.from_pylist([json.loads(line) for line in lines if line.strip()])
     except UserError:
         raise

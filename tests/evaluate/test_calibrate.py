@@ -9,6 +9,7 @@ import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+from safetensors.torch import load_file, save_file
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -52,8 +53,12 @@ def gpt2(tmp_path_factory):
 def files(tmp_path):
     text, lambada = tmp_path / "wiki.test.raw", tmp_path / "lambada.jsonl"
     text.write_text(TEXT, "utf-8")
-    rows = [{"context": "the river ran and", "continuation": "ran"}, {"text": "about the stone"}]
-    lambada.write_text("\n".join(map(json.dumps, rows)) + "\n", "utf-8")
+    rows = [
+        {"context": "the river ran and", "continuation": "ran"},
+        {"text": "about\u2028the stone"},
+    ]
+    lines = (json.dumps(row, ensure_ascii=False) for row in rows)
+    lambada.write_text("\n".join(lines) + "\n", "utf-8")
     return text, lambada
 
 
@@ -162,11 +167,11 @@ def test_without_the_hub_it_says_so_in_one_line(gpt2, files, tmp_path, capsys, m
     [
         (b"\xff\xfe", b'{"text": "a b"}\n', "wiki.test.raw: not a readable text file"),
         (b" \n \n", b'{"text": "a b"}\n', "wiki.test.raw: holds no text"),
-        (None, b'{"text": "a b"}\n{"context": "a"}\n', "lambada.jsonl: line 2: needs text"),
+        (None, b'{"text": "a b"}\n{"context": "a"}\n', "lambada.jsonl: passage 2: needs text"),
         (b"once\n", b'{"text": "a b"}\n', "wiki.test.raw: holds no text of two words"),
-        (None, b'{"text": "one"}\n', "lambada.jsonl: line 1: needs text"),
-        (None, b'{"text": 5}\n', "lambada.jsonl: line 1: needs text"),
-        (None, b'{"context": "a", "continuation": null}\n', "lambada.jsonl: line 1: needs text"),
+        (None, b'{"text": "one"}\n', "lambada.jsonl: passage 1: needs text"),
+        (None, b'{"text": 5}\n', "lambada.jsonl: passage 1: needs text"),
+        (None, b'{"context": "a", "continuation": null}\n', "lambada.jsonl: passage 1: needs text"),
         (None, b"", "lambada.jsonl: holds no passages"),
     ],
 )
@@ -193,6 +198,18 @@ def test_a_gpt2_without_its_tokenizer_is_refused(gpt2, files, tmp_path, capsys):
         shutil.copy(gpt2[0] / name, folder)
     assert run(folder, files, tmp_path) == 2
     assert "gpt2: its tokenizer has " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_weights_that_are_not_all_there_are_refused(gpt2, files, tmp_path, capsys):
+    """transformers draws the missing ones at random, and the suite would seem not calibrated."""
+    folder = tmp_path / "gpt2"
+    shutil.copytree(gpt2[0], folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["transformer.h.1.ln_1.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert run(folder, files, tmp_path) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "transformer.h.1.ln_1.weight is not among them" in error
 
 
 def test_its_options_go_with_it(capsys, tmp_path):

@@ -354,12 +354,12 @@ def truthful(labels=(1, 0), choices=("right", "wrong")) -> dict:
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_truthfulqa_from_a_file(tmp_path, suffix):
-    path = tmp_path / f"mine.{suffix}"
+    path, item = tmp_path / f"mine.{suffix}", truthful(choices=("right\u2028so", "wrong"))
     if suffix == "parquet":
-        pq.write_table(pa.Table.from_pylist([truthful()]), path)
+        pq.write_table(pa.Table.from_pylist([item]), path)
     else:
-        path.write_text(json.dumps(truthful()) + "\n", "utf-8")
-    assert item_sources.truthfulqa_table(str(path))[0].to_pylist() == [truthful()]
+        path.write_text(json.dumps(item, ensure_ascii=False) + "\n", "utf-8")
+    assert item_sources.truthfulqa_table(str(path))[0].to_pylist() == [item]
 
 
 CSV = """Type,Question,Best Answer,Best Incorrect Answer,Correct Answers,Incorrect Answers
