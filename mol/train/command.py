@@ -69,7 +69,7 @@ def _train(args: argparse.Namespace, spec: TrainSpec, device: torch.device) -> i
     if not first:
         return 0
     if record is None:
-        print(f"{spec.run_id}: stopped at step {args.stop_after}; the same command resumes")
+        print(f"{spec.run_id}: step {args.stop_after} is reached; without --stop-after it goes on")
     elif args.json:
         print(record.model_dump_json(indent=1))
     else:

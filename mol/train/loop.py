@@ -22,6 +22,7 @@ from mol.plan.hashes import source_hash
 from mol.plan.spec import TrainSpec
 from mol.train.checkpoint import STATE, load_state, save_state
 from mol.train.distributed import as_first, as_held, gathered, put_back
+from mol.train.environment import hardware
 from mol.train.schedule import lr_at
 from mol.train.step import TrainStep
 
@@ -42,7 +43,8 @@ class Progress:
 @dataclass
 class Trained:
     """A finished (or stopped) run: model, curve rows (step, tokens, name, value), seconds of all
-    steps, and the rate of those that count for it (`Trainer.count`)."""
+    steps, the rate of those that count for it (`Trainer.count`), and the other machines that made
+    some of the steps."""
 
     model: LanguageModel
     curve: list[tuple[int, int, str, float]]
@@ -50,6 +52,7 @@ class Trained:
     train_seconds: float
     steps_per_s: float
     epochs: float
+    elsewhere: list[str]
 
 
 class Trainer:
@@ -72,6 +75,9 @@ class Trainer:
         self.loss = 0.0  # of the last step that was read
         self.step = 0
         self.seconds = 0.0
+        machine = hardware(device)
+        self.machine = f"{world()} x {machine.name}, threads: {machine.threads}"
+        self.elsewhere: list[str] = []  # other machines that made some of the steps
         self.steady_steps, self.steady_seconds = 0, 0.0
         self.curve: list[tuple[int, int, str, float]] = []
 
@@ -133,6 +139,7 @@ class Trainer:
             "code_sha256": self.code_sha256,
             "step": self.step,
             "seconds": self.seconds,
+            "machines": [*self.elsewhere, self.machine],
             "steady": (self.steady_steps, self.steady_seconds),
             "model": gathered(self.model.state_dict()),
             "optimizer": {k: gathered(t) for k, t in self.update.optimizer.state_dict().items()},
@@ -143,6 +150,11 @@ class Trainer:
         }
 
     def restore(self, state: dict) -> None:
+        """Go on where `state` was taken. A speed is of one machine, so that of another is left
+        behind. Raises what torch does, or ValueError, for a state of another layout."""
+        taken = state["batches"]["position"]
+        if taken != state["step"] * self.spec.optim.batch_size:
+            raise ValueError(f"{taken} sequences in {state['step']} steps")
         self.model.load_state_dict(as_held(self.model.state_dict(), state["model"]))
         optimizer = self.update.optimizer
         held = optimizer.state_dict()
@@ -151,7 +163,10 @@ class Trainer:
         self.batches.load_state_dict(state["batches"])
         torch.set_rng_state(state["rng"])
         self.step, self.seconds = state["step"], state["seconds"]
-        self.steady_steps, self.steady_seconds = state["steady"]
+        *_, last = machines = state["machines"]
+        self.elsewhere = [name for name in dict.fromkeys(machines) if name != self.machine]
+        if last == self.machine:
+            self.steady_steps, self.steady_seconds = state["steady"]
         self.curve = [tuple(row) for row in state["curve"]]
 
 
@@ -227,6 +242,7 @@ def train(
         trainer.seconds,
         trainer.steps_per_s,
         trainer.batches.epochs,
+        trainer.elsewhere,
     )
 
 

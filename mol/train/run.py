@@ -144,6 +144,7 @@ def execute(
         return None
     if world() > 1:
         notes.append(f"trained by {world()} processes ({way(trained.model)}); memory of the first")
+    notes += [f"some of the steps on {machine}" for machine in trained.elsewhere]
     metrics = [
         *_held_out(spec, trained, corpus, meta, device),
         *_further(spec, trained, corpus, device),

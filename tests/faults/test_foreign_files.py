@@ -297,9 +297,10 @@ def test_a_flipped_bit_in_a_checkpoint_and_the_way_out(stopped, uncut, tmp_path,
         (lambda s: s | {"batches": s["batches"] | {"shard_sha256": "0"}}, "shard_sha256"),
         (lambda s: s | {"model": {}}, "does not fit"),
         (lambda s: s | {"rng": "dice"}, "does not fit"),
+        (lambda s: s | {"step": s["step"] + 1}, "does not fit"),
         (lambda s: [s], "belongs to run None"),
     ],
-    ids=["run", "code", "optimizer", "curve", "data", "model", "rng", "list"],
+    ids=["run", "code", "optimizer", "curve", "data", "model", "rng", "step", "list"],
 )
 def test_a_foreign_or_old_checkpoint(stopped, capsys, change, words):
     path = stopped.run / STATE

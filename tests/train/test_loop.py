@@ -96,6 +96,19 @@ def test_on_a_gpu_twenty_steps_equal_ten_a_restart_and_ten(corpus, tmp_path):
         assert torch.equal(weight, second.model.state_dict()[name]), name
 
 
+def test_a_run_that_goes_on_elsewhere_says_so_and_takes_no_speed_along(corpus, tmp_path):
+    data, folder = corpus
+    spec = make_spec(data, steps=6)
+    train(spec, folder, tmp_path, CPU, stop_after=2)
+    state = torch.load(tmp_path / STATE, weights_only=True)
+    assert state["steady"][0] == 2 and len(state["machines"]) == 1
+    torch.save(state | {"machines": ["8 x Made-up GPU"], "steady": (10**9, 1.0)}, tmp_path / STATE)
+    train(spec, folder, tmp_path, CPU, stop_after=4)
+    record = execute(spec, folder, tmp_path, CPU)
+    assert [n for n in record.notes if "some of" in n] == ["some of the steps on 8 x Made-up GPU"]
+    assert next(m.value for m in record.metrics if m.name == "train_steps_per_s") < 1e6
+
+
 def test_a_seed_fixes_every_bit_and_another_seed_does_not(corpus, tmp_path):
     data, folder = corpus
     spec = make_spec(data, steps=6)
