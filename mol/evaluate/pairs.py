@@ -6,6 +6,7 @@ when the harness computes its metrics from the scores.
 """
 
 import io
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import datetime
@@ -163,6 +164,7 @@ def _rows(path: Path, table: pa.Table, schema: pa.Schema) -> list[dict]:
         parts = [row["context"], *(row["options"] or [None])]
         whole = all(parts) and all(id is not None and id >= 0 for part in parts for id in part)
         scores = [row[name] or () for name in schema.names if name not in ASKED.names]
-        if not whole or any(None in of or len(of) != len(row["options"]) for of in scores):
+        whole = whole and all(None not in of and len(of) == len(row["options"]) for of in scores)
+        if not whole or any(map(math.isnan, row.get("nats", ()))):
             raise UserError(f"{path}: row {number} is no request; {AGAIN}")
     return rows

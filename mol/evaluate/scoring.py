@@ -5,6 +5,7 @@ Shapes: B sequences of a batch, T their padded length, D model width, V vocabula
 N scored positions of a batch. Padding stands on the right, where a causal model cannot see it.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -150,7 +151,10 @@ class Scorer:
 
     @torch.inference_mode()
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
-        """(log-probability in nats, greedy decoding would give it) of each continuation."""
+        """(log-probability in nats, greedy decoding would give it) of each continuation.
+
+        Raises UserError for NaN, which would count as the likeliest option.
+        """
         cut = [self.shorten(*pair) for pair in pairs]
         found = families(cut, self.share)
         nats, greedy = [0.0] * len(pairs), [True] * len(pairs)
@@ -162,6 +166,8 @@ class Scorer:
                 greedy[request] &= equal
             bar.update(sum(family.tokens() for family in batch))
         bar.close()
+        if any(map(math.isnan, nats)):
+            raise UserError("the model's log-probabilities are NaN: its weights are; train it anew")
         return list(zip(nats, greedy, strict=True))
 
     def _batches(self, found: list[Family]) -> Iterator[list[Family]]:

@@ -348,3 +348,11 @@ def test_bad_requests_are_refused_in_one_line(gpt2, tokenizer):
             model.generate_until(instances("generate_until", [("a", other | {"max_gen_toks": 4})]))
     with pytest.raises(UserError, match="no room"):
         model.generate_until(instances("generate_until", [("a", {"max_gen_toks": MAX_LENGTH})]))
+
+
+def test_a_broken_model_scores_nothing(gpt2, tokenizer):
+    """NaN is the greatest of all to the harness, so its option would be chosen."""
+    broken = copy.deepcopy(gpt2)
+    torch.nn.init.constant_(broken.transformer.ln_f.bias, torch.nan)
+    with pytest.raises(UserError, match="NaN"):
+        ours(broken, tokenizer).loglikelihood(instances("loglikelihood", [("a", " river")]))

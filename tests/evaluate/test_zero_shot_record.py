@@ -1,6 +1,7 @@
 """The record of a zero-shot run, its command, and one clear line for bad input."""
 
 import json
+import math
 import random
 import shutil
 import subprocess
@@ -206,6 +207,13 @@ def test_scores_of_another_machine_give_the_same_record(results, tmp_path, capsy
 
     assert main(["zeroshot", "run", *place, "--answers", str(pairs)]) == 2
     assert "pairs.parquet: max_length: Field required" in capsys.readouterr().err
+    table = pq.read_table(answers)
+    broken = [[math.nan] * len(row) for row in table["nats"].to_pylist()]
+    place_of_nats = table.schema.get_field_index("nats")
+    damaged = table.set_column(place_of_nats, "nats", pa.array(broken, pa.list_(pa.float64())))
+    pq.write_table(damaged, tmp_path / "damaged.parquet")
+    assert main(["zeroshot", "run", *place, "--answers", str(tmp_path / "damaged.parquet")]) == 2
+    assert "damaged.parquet: row 0 is no request" in capsys.readouterr().err
     longer = json.loads(results.path.read_text("utf-8")) | {"limit": 6}
     results.path.write_text(json.dumps(longer), "utf-8")
     assert main(["zeroshot", "run", *place, "--answers", str(answers)]) == 2
