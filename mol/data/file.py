@@ -31,7 +31,8 @@ def open_files(corpus: Corpus, source: FileSource) -> Text:
     for name, files in paths.items():
         for path in files:
             if other := seen.get(hashes[path]):
-                raise UserError(f"{path}: same content as the {other} file; leave {name} out")
+                fix = f"leave {name} out" if name != other else "name it once"
+                raise UserError(f"{path}: same content as the {other} file; {fix}")
             seen[hashes[path]] = name
 
     def documents(name: str) -> Iterator[str]:

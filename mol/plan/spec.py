@@ -19,7 +19,7 @@ class OptimSpec(Frozen):
 
     steps: Size
     batch_size: Size  # sequences a step
-    lr: PositiveFloat
+    lr: float = Field(gt=0, le=1e6)
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     warmup_steps: int = Field(ge=0, le=2**40)
     betas: tuple[Share, Share] = (0.9, 0.95)

@@ -133,6 +133,9 @@ def test_the_same_text_cannot_be_two_splits(tmp_path):
     source = FileSource(train=str(tmp_path / "a.txt"), test=str(tmp_path / "b.txt"))
     with pytest.raises(UserError, match=r"b\.txt: same content as the train file"):
         open_files("fineweb_edu", source)
+    twice = FileSource(train=(str(tmp_path / "a.txt"), str(tmp_path / "a.txt")))
+    with pytest.raises(UserError, match="name it once"):
+        open_files("fineweb_edu", twice)
 
 
 def test_missing_splits_are_held_out_without_leaks(tmp_path):

@@ -97,6 +97,7 @@ SPECIFICATIONS = [
     (("data", "source"), {"kind": "file", "train": "a\0.txt"}),
     (("data", "max_train_tokens"), -5),
     (("optim", "lr"), -1e-3),
+    (("optim", "lr"), 1e300),
     (("optim", "lr"), "fast"),
     (("optim", "lr"), "1e-3"),
     (("optim", "betas"), [0.9]),
