@@ -8,6 +8,7 @@ from mol.base import Frozen
 from mol.model.config import Count, ModelConfig
 
 Device = Literal["auto", "cpu", "cuda"]
+BackEnd = Literal["cudnn", "flash", "efficient", "flash_attn"]  # of `mol.ops.attention_by`
 T = TypeVar("T")
 
 
@@ -45,9 +46,10 @@ class PrefillBench(Timed):
     lengths: Several[Count]
     paths: Several[Literal["one_pass", "loop", "batched"]] = ("one_pass",)
     run_as: Literal["paper", "fastest"] = "fastest"
-    attention: tuple[Literal["cudnn", "flash", "efficient", "flash_attn"], ...] = Field(
+    # Left out where empty, so that a run's identity is that of before the choice.
+    attention: Annotated[tuple[BackEnd, ...], AfterValidator(_each_once)] = Field(
         (), exclude_if=lambda named: not named
-    )  # left out where empty, so that a run's identity is that of before the choice
+    )
 
 
 class DecodeBench(Timed):
