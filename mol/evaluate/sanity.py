@@ -60,13 +60,15 @@ class Asked:
 
 class Expected(NamedTuple):
     """Equal logits' exact score, with ties broken at random and as the harness does (the first
-    wins); the standard error of the former over items; items with a tie."""
+    wins, or what rounding makes of equal quotients); the standard error of the former over items;
+    items with a tie; and what an oracle scores."""
 
     value: float
     first: float
     stderr: float
     ties: int
     n: int
+    told: float
 
 
 class Row(NamedTuple):
@@ -119,26 +121,35 @@ def asked_items(name: str, tasks: Sequence[ConfigurableTask], model: HarnessMode
 
 
 def expected(name: str, metric: str, items: Sequence[Asked], vocab_size: int) -> Expected:
-    """What equal logits score, from the options' counts of tokens (and characters) alone."""
-    at_random, first, ties = [], [], 0
+    """What equal logits score, from the options' counts of tokens (and characters) alone, and what
+    an oracle does."""
+    at_random, first, told, ties = [], [], [], 0
     for item in items:
         tokens = [len(option) for _, option in item.pairs]
+        # TruthfulQA has questions of which one answer is listed as right and as wrong.
+        right = {item.pairs[place] for place in item.right}
+        known = [place for place, pair in enumerate(item.pairs) if pair in right]
         if name == "truthfulqa_mc2":
+            told.append(len(item.right) / len(known))
             weights = [math.exp(-n * math.log(vocab_size)) for n in tokens]
             at_random.append(sum(weights[i] for i in item.right) / sum(weights))
             first.append(at_random[-1])
             continue
         lengths = item.lengths if metric == "acc_norm" else [1] * len(tokens)
-        costs = [n / length for n, length in zip(tokens, lengths, strict=True)]
+        costs = [
+            n * math.log(vocab_size) / length for n, length in zip(tokens, lengths, strict=True)
+        ]
         best = [i for i, cost in enumerate(costs) if cost <= min(costs) * (1 + TIE)]
         ties += len(best) > 1
         at_random.append(len(set(best) & set(item.right)) / len(best))
-        first.append(float(best[0] in item.right))
+        first.append(float(costs.index(min(costs)) in item.right))
+        told.append(float(known[0] in item.right))
     mean, n = statistics.fmean(at_random), len(items)
     spread = math.sqrt(mean * (1 - mean))
     if name == "truthfulqa_mc2":
         spread = statistics.pstdev(at_random)
-    return Expected(mean, statistics.fmean(first), spread / math.sqrt(n), ties, n)
+    stderr = spread / math.sqrt(n)
+    return Expected(mean, statistics.fmean(first), stderr, ties, n, statistics.fmean(told))
 
 
 def bootstrap_stderr(groups: Sequence[Sequence[float]], draws: int = 1000, seed: int = 0) -> float:
@@ -168,8 +179,9 @@ def sanity_rows(
     max_length: int,
     seeds: Sequence[int] = (1, 2, 3),
 ) -> tuple[list[Row], dict[tuple[str, str], Expected]]:
-    """Every metric under an oracle (must be 1), equal logits (must equal the expectation with the
-    first of equals) and random weights (must lie within 3 standard errors of the other one)."""
+    """Every metric under an oracle (must be 1, but for items whose wrong options repeat a right
+    one), equal logits (must equal the expectation with the first of equals) and random weights
+    (must lie within 3 standard errors of the other one)."""
 
     def harness(scorer) -> HarnessModel:
         return HarnessModel(scorer, tokenizer, prefix_token=prefix_token)
@@ -198,5 +210,5 @@ def _row(key: tuple[str, str], label: str, value: float, wanted: Expected) -> Ro
     if label.startswith("random"):
         z = (value - wanted.value) / wanted.stderr
         return Row(*key, label, value, wanted.value, z, abs(z) <= 3)
-    must = 1.0 if label == "oracle" else wanted.first
+    must = wanted.told if label == "oracle" else wanted.first
     return Row(*key, label, value, must, None, math.isclose(value, must, abs_tol=1e-9))

@@ -178,11 +178,11 @@ def _sanity(args: argparse.Namespace) -> int:
         print(json.dumps([row._asdict() for row in rows], indent=1))
     else:
         for row in rows:
-            ties, n = wanted[row.task, row.metric][3:]
+            of_items = wanted[row.task, row.metric]
             z = "" if row.z is None else f", z = {row.z:+.2f}"
             print(
                 f"{row.task:16} {row.metric:8} {row.model:15} {row.value:.4f} "
-                f"(must be {row.expected:.4f}{z}; {ties} of {n} items tie) "
+                f"(must be {row.expected:.4f}{z}; {of_items.ties} of {of_items.n} items tie) "
                 f"{'holds' if row.holds else 'FAILS'}"
             )
     return int(not all(row.holds for row in rows))

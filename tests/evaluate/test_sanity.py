@@ -78,6 +78,22 @@ def test_equal_logits_by_hand():
     assert mass.value == pytest.approx((0.1 + 0.01) / (0.1 + 0.01 + 0.01)) and mass.ties == 0
 
 
+def test_equal_quotients_are_compared_as_rounded():
+    """As in the harness, which has one such item among all of PIQA's."""
+    costs = [tokens * math.log(100) / length for tokens, length in ((1, 15), (7, 105))]
+    assert costs[1] < costs[0] == pytest.approx(costs[1])
+    norm = expected("piqa", "acc_norm", [item([1, 7], [15, 105], 1)], 100)
+    assert (norm.value, norm.first, norm.ties) == (0.5, 1.0, 1)
+
+
+def test_an_answer_listed_as_right_and_as_wrong_bounds_the_oracle():
+    """Two questions of TruthfulQA's public table have "Unknown" among both."""
+    twice = item([1, 2, 2], [1, 2, 2], 0, 1)  # the last two options are the same
+    assert expected("truthfulqa_mc2", "acc", [twice], 100).told == pytest.approx(2 / 3)
+    assert expected("truthfulqa_mc1", "acc", [item([2, 2], [2, 2], 0)], 100).told == 1
+    assert expected("piqa", "acc", [item([2, 2], [2, 2], 1)], 100).told == 0
+
+
 def test_bootstrap_agrees_with_the_closed_form():
     """1,000 draws, within 5 percent: of a mean, and of a mean pooled over groups."""
     rng = random.Random(3)
