@@ -58,6 +58,7 @@ GROUPS: dict[Group, tuple[str, ...]] = {  # "!" takes files out again
                 "crossover",
                 "effects",
                 "judge",
+                "limit",
                 "margins",
                 "number",
                 "paired",
