@@ -132,7 +132,7 @@ class ShardingBench(Frozen):
     @model_validator(mode="after")
     def _check(self):
         layer = self.model.layer
-        routed = layer.n_routed if layer.kind == "split" and layer.router == "linear" else 0
+        routed = layer.n_routed if layer.kind == "split" and layer.chooses else 0
         alike = routed and (layer.coverage == "full" or layer.top_k == routed)
         if self.ranks and (alike or routed < max(self.ranks)):
             raise ValueError(f"ranks = {self.ranks}: the model has not so many routed blocks")

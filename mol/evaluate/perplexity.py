@@ -94,7 +94,7 @@ def inter_token_gaps(route_BTk: torch.Tensor, real_BT: torch.Tensor, n_blocks: i
 def routed_blocks(config: ModelConfig) -> list[int]:
     """Routed blocks of each layer that reports its routes."""
     split = (layer for layer in config.layers() if isinstance(layer, SplitLayer))
-    return [layer.n_routed for layer in split if layer.router == "linear"]
+    return [layer.n_routed for layer in split if layer.chooses]
 
 
 def scoring_batch(context: int, device: torch.device) -> int:

@@ -77,14 +77,14 @@ class _PlacedStage(nn.Module):
     def __init__(self, stage: SplitStage):
         super().__init__()
         config, ranks = stage.config, world()
-        if stage.full or config.router == "none":
+        if stage.full or not config.chooses:
             raise ValueError("blocks that see every token leave nothing to route between ranks")
         if config.n_routed < ranks:
             raise ValueError(f"{config.n_routed} routed blocks do not cover {ranks} ranks")
         self.held = placement(config.n_routed, ranks)
         self.first = sum(self.held[: rank()])
         self.whole = [stage]  # not a module: its routed blocks are let go of below
-        self.shared, self.router = stage.shared, stage.router
+        self.shared, self.router, self.router_bias = stage.shared, stage.router, stage.router_bias
         with torch.device("meta"):
             mine = ThinBlocks(stage.router.shape[1], config, self.held[rank()], config.attention)
         last = self.first + self.held[rank()]

@@ -83,8 +83,8 @@ class SplitLayer(Frozen):
     """Split stage of thin blocks (Eq. 1 and 2), written S+KofN in 3.2.
 
     The first `n_shared` of `n_blocks` see every token and use softmax; `attention` is the others'.
-    Eq. 2 leaves three things open; each is an option recorded with every run:
-    `weights_over`, `divide_by_k` and `shared_weight`.
+    Eq. 2 leaves three things open, the router a fourth; each is an option recorded with every run:
+    `weights_over`, `divide_by_k`, `shared_weight` and `router`.
     """
 
     kind: Literal["split"] = "split"
@@ -97,7 +97,8 @@ class SplitLayer(Frozen):
     attention: Attention = "softmax"  # of the routed blocks
     d_ff: Count | None = None  # dense FFN inside a block ...
     rank1: Rank1FFN | None = None  # ... or a rank-1 mixture
-    router: Literal["linear", "none"] = "linear"  # none: uniform composition, all active
+    # none: uniform composition, all active; bias, every_block: other readings of the linear one
+    router: Literal["linear", "bias", "every_block", "none"] = "linear"
     weights_over: Literal["selected", "all"] = "selected"
     divide_by_k: bool = True
     shared_weight: Literal["in_mean", "unit"] = "in_mean"
@@ -105,6 +106,11 @@ class SplitLayer(Frozen):
     @property
     def n_routed(self) -> int:
         return self.n_blocks - self.n_shared
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a router weighs the routed blocks."""
+        return self.router != "none"
 
     @model_validator(mode="after")
     def _check(self):
@@ -117,6 +123,8 @@ class SplitLayer(Frozen):
             raise ValueError(f"top_k = {self.top_k} exceeds the {self.n_routed} routed blocks")
         if (self.d_ff is None) == (self.rank1 is None):
             raise ValueError("give exactly one of d_ff and rank1")
+        if self.router == "every_block" and not self.n_shared:
+            raise ValueError("router = every_block needs shared blocks; without any it is linear")
         if self.router == "none" and self.top_k != self.n_routed:
             raise ValueError("router = none activates every routed block: set top_k to all of them")
         return self

@@ -38,11 +38,12 @@ def takes_layer(layer: nn.Module, x_BD: Tensor) -> bool:
 
 
 def fits_stage(stage: nn.Module, x_BD: Tensor) -> bool:
-    """What `takes_stage` asks on any device: precision and sizes."""
+    """What `takes_stage` asks on any device: router, precision and sizes."""
     config, (batch, width) = stage.config, x_BD.shape
     rows = batch * (config.n_shared + _slots(stage))
     return (
         config.rank1 is None
+        and config.router in ("linear", "none")
         and _one_precision(stage, x_BD)
         and rows <= MOST_ROWS
         and max(config.d_thin, width // 8, config.d_ff // 4) <= MOST_WIDTH

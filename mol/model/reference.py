@@ -32,7 +32,7 @@ def reference_stage(
 
 def reference_balance(stage: SplitStage, x_BTD: Tensor) -> Tensor:
     """CV^2 of the mean softmax probability of each block, over all tokens."""
-    probability = (x_BTD.flatten(0, 1) @ stage.router.t()).softmax(-1)
+    probability = _scores(stage, x_BTD.flatten(0, 1)).softmax(-1)
     means = [probability[:, block].mean() for block in range(probability.shape[1])]
     mean = sum(means) / len(means)
     return sum((m - mean) ** 2 for m in means) / len(means) / mean**2
@@ -75,13 +75,18 @@ def _weights(stage: SplitStage, x_TD: Tensor) -> Tensor:
         return weights_TE + 1
     rows = []
     for row, x_D in zip(weights_TE, x_TD, strict=True):
-        probability = torch.softmax(stage.router @ x_D, 0)
+        probability = torch.softmax(_scores(stage, x_D), 0)[: config.n_routed]
         chosen = probability.topk(config.top_k).indices
         weight = probability[chosen]
         if config.weights_over == "selected":
             weight = weight / weight.sum()
         rows.append(row.index_copy(0, chosen, weight))
     return torch.stack(rows)
+
+
+def _scores(stage: SplitStage, x: Tensor) -> Tensor:
+    scores = x @ stage.router.t()
+    return scores if stage.router_bias is None else scores + stage.router_bias
 
 
 def _thin_block(

@@ -41,7 +41,7 @@ class StageCache:
 
 @dataclass(frozen=True)
 class Routes:
-    """Softmax over the candidates, the chosen ones and their weights w_i of Eq. 2."""
+    """Softmax over the candidates, routed blocks first, the chosen ones and their weights w_i of Eq. 2."""
 
     probability_XE: Tensor
     chosen_Xk: Tensor
@@ -60,6 +60,9 @@ class SplitStage(nn.Module):
     - `divide_by_k` with `shared_weight = in_mean`: x + (sum_shared TB + sum_chosen w TB) / (S + k);
       with `unit`: x + sum_shared TB + sum_chosen w TB / k. Without `divide_by_k` nothing is
       divided, and the two agree.
+    - `router`: scores are those of a matrix with a row for each candidate (`linear`), with a bias
+      beside it (`bias`), or with rows for the shared blocks too (`every_block`): P and the balance
+      loss are then over all S + E, and the k are chosen among the routed ones all the same.
     - `router = none`: the uniform composition of 2.2. Every block weighs 1 / E, before the sum or
       as the divisor, so `weights_over` has no say.
     """
@@ -72,8 +75,9 @@ class SplitStage(nn.Module):
             ThinBlocks(d_model, config, config.n_shared, "softmax") if config.n_shared else None
         )
         self.routed = ThinBlocks(d_model, config, n_routed, config.attention)
-        linear = config.router == "linear"
-        self.router = nn.Parameter(torch.empty(n_routed, d_model)) if linear else None
+        rows = config.n_blocks if config.router == "every_block" else n_routed
+        self.router = nn.Parameter(torch.empty(rows, d_model)) if config.chooses else None
+        self.router_bias = nn.Parameter(torch.empty(rows)) if config.router == "bias" else None
         # Blocks that every token chooses see every token, whatever the coverage.
         self.full = config.coverage == "full" or config.top_k == n_routed
         if not self.routed.down.is_meta:
@@ -85,6 +89,8 @@ class SplitStage(nn.Module):
             blocks.init_weights(std, residual_std)
         if self.router is not None:
             nn.init.normal_(self.router, std=std)
+        if self.router_bias is not None:
+            nn.init.zeros_(self.router_bias)
 
     def forward(
         self, x_BTD: Tensor, rope: Rope, cache: StageCache | None = None, start: int = 0
@@ -159,16 +165,18 @@ class SplitStage(nn.Module):
         if self.router is None:
             return None
         over_selected = self.config.weights_over == "selected"
-        if has_kernels(x_XD):
+        if has_kernels(x_XD) and self.config.router == "linear":
             from mol.ops.kernels.route import route
 
             probability_XE, *chosen = route(x_XD, self.router, self.config.top_k, over_selected)
             return Routes(probability_XE, *reversed(chosen))
         wide = torch.promote_types(self.router.dtype, torch.float32)
         with torch.autocast(x_XD.device.type, enabled=False):
-            scores_XE = F.linear(x_XD.to(wide), self.router.to(wide))
+            bias_E = None if self.router_bias is None else self.router_bias.to(wide)
+            scores_XE = F.linear(x_XD.to(wide), self.router.to(wide), bias_E)
             probability_XE = scores_XE.softmax(-1)
-        weights_Xk, chosen_Xk = probability_XE.topk(self.config.top_k, -1)
+        routed_XE = probability_XE[:, : self.config.n_routed]
+        weights_Xk, chosen_Xk = routed_XE.topk(self.config.top_k, -1)
         if over_selected:
             weights_Xk = weights_Xk / weights_Xk.sum(-1, keepdim=True)
         return Routes(probability_XE, chosen_Xk, weights_Xk)
@@ -184,7 +192,7 @@ class SplitStage(nn.Module):
         plan = RoutePlan.full(n_routed, batch, length, device)
         if routes is None:
             return plan, None
-        weights_XE = torch.zeros_like(routes.probability_XE)
+        weights_XE = torch.zeros_like(routes.probability_XE[:, :n_routed])
         return plan, weights_XE.scatter(1, routes.chosen_Xk, routes.weights_Xk)
 
     def _compose(

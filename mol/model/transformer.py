@@ -91,7 +91,7 @@ class DenseFFN(nn.Module):
 
 def _has_router(layer: Layer) -> bool:
     if layer.kind == "split":
-        return layer.router == "linear"
+        return layer.chooses
     return layer.kind in ("moe_ffn", "high_rank_moe")
 
 

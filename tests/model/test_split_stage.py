@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from mol.model import fast_step
 from mol.model.config import Rank1FFN, SplitLayer
 from mol.model.reference import reference_balance, reference_stage
 from mol.model.split_stage import SplitStage
@@ -92,6 +93,43 @@ def test_every_option_of_equation_2(n_shared, router, top_k):
             shared_weight=shared_weight,
         )
         check(stage, 2, 4)
+
+
+@pytest.mark.parametrize("router", ["bias", "every_block"])
+@pytest.mark.parametrize("coverage", ["full", "routed"])
+@pytest.mark.parametrize("weights_over", ["selected", "all"])
+def test_other_routers(router, coverage, weights_over):
+    stage = stage_of(
+        router=router, coverage=coverage, weights_over=weights_over, attention="deltanet", n_shared=2
+    )
+    check(stage, 2, 9)
+    x = tokens(2, 9)
+    one, other = (
+        gradients(stage, x, lambda x, f=f: f(stage, x))
+        for f in (lambda stage, x: stage(x, ROPE)[1], reference_balance)
+    )
+    assert_same(one, other, 1e-12)
+    assert one["router"].any() and (router != "bias" or one["router_bias"].any())
+    assert not fast_step.fits_stage(stage.float(), x[:, 0].float())  # whose kernel knows neither
+
+
+def test_what_another_router_changes():
+    """Scores of the shared blocks take weight from the routed ones, unless the chosen share all
+    of it among themselves; the choice is the same."""
+    for weights_over, same in (("selected", True), ("all", False)):
+        linear = stage_of(weights_over=weights_over)
+        every = stage_of(weights_over=weights_over, router="every_block")
+        every.load_state_dict(linear.state_dict() | {"router": every.router})
+        with torch.no_grad():
+            every.router[: len(linear.router)] = linear.router
+        x = tokens(2, 9)
+        (y, balance, routes), (y_every, balance_every, routes_every) = (
+            stage(x, ROPE) for stage in (linear, every)
+        )
+        assert torch.equal(routes, routes_every) and not torch.isclose(balance, balance_every)
+        assert torch.allclose(y, y_every) == same
+    with pytest.raises(ValueError, match="needs shared blocks"):
+        stage_of(router="every_block", n_shared=0)
 
 
 def test_options_differ():
@@ -200,6 +238,7 @@ STEPPED = [
     dict(attention="deltanet", coverage="routed"),
     dict(attention="deltanet", coverage="full"),
     dict(attention="softmax", coverage="routed", n_shared=0, top_k=1),
+    dict(attention="deltanet", coverage="routed", router="every_block", weights_over="all"),
     dict(rank1=RANK1, coverage="full", router="none", top_k=5),
     dict(rank1=RANK1, coverage="routed", attention="deltanet"),
 ]
@@ -241,14 +280,14 @@ def thin_count(big_d, d, f, heads, deltanet):
 
 
 @pytest.mark.parametrize("attention", ["softmax", "deltanet"])
-@pytest.mark.parametrize("router", ["linear", "none"])
+@pytest.mark.parametrize("router", ["linear", "bias", "every_block", "none"])
 def test_parameter_count(attention, router):
     config = SplitLayer(
         d_thin=256,
         n_heads=4,
         n_blocks=15,
         n_shared=1,
-        top_k=3 if router == "linear" else 14,
+        top_k=14 if router == "none" else 3,
         attention=attention,
         router=router,
         d_ff=1024,
@@ -257,6 +296,7 @@ def test_parameter_count(attention, router):
         stage = SplitStage(config, 1024)
     shared = thin_count(1024, 256, 1024, 4, False)
     routed = thin_count(1024, 256, 1024, 4, attention == "deltanet")
-    expected = shared + 14 * routed + (14 * 1024 if router == "linear" else 0)
+    scores = {"none": 0, "linear": 14 * 1024, "bias": 14 * 1025, "every_block": 15 * 1024}
+    expected = shared + 14 * routed + scores[router]
     assert sum(p.numel() for p in stage.parameters()) == expected
-    assert stage.inactive_parameters() == (11 * routed if router == "linear" else 0)
+    assert stage.inactive_parameters() == (0 if router == "none" else 11 * routed)
