@@ -41,7 +41,7 @@ class StageCache:
 
 @dataclass(frozen=True)
 class Routes:
-    """Softmax over the candidates, routed blocks first, the chosen ones and their weights w_i of Eq. 2."""
+    """Softmax over the candidates, routed blocks first; the chosen and their w_i of Eq. 2."""
 
     probability_XE: Tensor
     chosen_Xk: Tensor

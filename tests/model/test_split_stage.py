@@ -99,9 +99,8 @@ def test_every_option_of_equation_2(n_shared, router, top_k):
 @pytest.mark.parametrize("coverage", ["full", "routed"])
 @pytest.mark.parametrize("weights_over", ["selected", "all"])
 def test_other_routers(router, coverage, weights_over):
-    stage = stage_of(
-        router=router, coverage=coverage, weights_over=weights_over, attention="deltanet", n_shared=2
-    )
+    changes = {"router": router, "coverage": coverage, "weights_over": weights_over}
+    stage = stage_of(**changes, attention="deltanet", n_shared=2)
     check(stage, 2, 9)
     x = tokens(2, 9)
     one, other = (
