@@ -72,11 +72,16 @@ def checked(kind: Any, raw: Any, source: Path | str) -> Any:
     `source` and the key; text or true where a number belongs is refused, not read as one."""
     adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
     try:
-        return adapter.validate_json(json.dumps(raw), strict=True)
+        return adapter.validate_json(json.dumps(raw, default=_unquoted), strict=True)
     except ValidationError as error:
         raise one_line(error, str(source)) from None
     except (TypeError, ValueError) as error:  # of YAML and TOML: dates, endless numbers
         raise UserError(f"{source}: {reason_of(error)}") from None
+
+
+def _unquoted(value: Any) -> None:
+    """For what YAML and TOML make of dates and times, which no key here takes."""
+    raise TypeError(f"{value} is a {type(value).__name__}; put it in quotes")
 
 
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)

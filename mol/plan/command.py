@@ -109,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
 def _priced(runs: list[Planned], results: Path) -> dict:
     from mol.plan.cost import costs
 
+    if not results.is_dir() and (results != RESULTS or results.exists()):
+        raise UserError(f"--results {results}: no folder; name one that holds runs or records")
     return costs(runs, results)
 
 

@@ -126,3 +126,10 @@ def test_runs_of_one_gpu_are_summed_apart_from_those_of_several(tmp_path, capsys
     assert "on 1 GPU: 60 training runs, 141B tokens, 60 not measured" in sums
     assert sums[-2].startswith("on 4 GPUs: 3 training runs, 62.9B tokens")
     assert sums[-1].startswith("all: 63 training runs, 204B tokens")
+
+
+@pytest.mark.parametrize("made", [lambda path: None, lambda path: path.write_text("")])
+def test_results_that_are_no_folder_are_refused(made, tmp_path, capsys):
+    made(tmp_path / "results")
+    assert main(["plan", "--scale", "paper", "--results", str(tmp_path / "results")]) == 2
+    assert "no folder; name one" in capsys.readouterr().err

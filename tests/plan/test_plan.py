@@ -165,6 +165,7 @@ def test_find_run_names_the_choices():
         ("sources: {wikitext103: {kind: web}}", "sources.wikitext103"),
         ("sources: {wikitext103: {kind: file}}", "sources.wikitext103.file.train"),
         ("scale: [", "config.yaml"),
+        ("scale: 2026-11-30", "2026-11-30 is a date; put it in quotes"),
         ("sources: {c4: {kind: wheel}}", "c4"),
     ],
 )
