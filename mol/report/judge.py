@@ -132,14 +132,17 @@ def _paper_scale(
     says why there is none, where that is known."""
     if not cell.metric:
         return "not judgeable here", {"note": "no run of this suite measures it"}
+    # A length that nobody ran is called that whatever else keeps it from judging.
+    aside = f"; ours is {found.other}" if cell.op == "limit" and found else ""
     if is_machine_bound(cell) and cell.hardware in NO_NAME:
-        return "not judgeable here", {"note": "the paper does not name the hardware"}
+        return "not judgeable here", {"note": f"the paper does not name the hardware{aside}"}
     if found is None:
         needs = f"needs {cell.hardware}" if is_machine_bound(cell) else ""
         return "not run", {"note": reason or needs}
     others = sorted({r["hardware"] for r in found.runs if not same_hardware(cell.hardware, r)})
     if is_machine_bound(cell) and others:
-        return "not judgeable here", {"note": f"the paper's is {cell.hardware}, ours {others[0]}"}
+        note = f"the paper's is {cell.hardware}, ours {others[0]}{aside}"
+        return "not judgeable here", {"note": note}
     if found.other:
         return "not judgeable here", {"note": f"ours ran otherwise than the paper's: {found.other}"}
     if any(run["source"] != "hub" for run in found.runs if run["kind"] != "bench"):
