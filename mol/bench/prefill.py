@@ -60,7 +60,8 @@ def _one_model(
     """In a function of its own, so that two models are never in memory at once."""
     metrics, notes = [], []
     model = random_model(config, device, spec.dtype, seed)
-    for path, back_end in product(paths_of(config, spec.paths), spec.attention or (None,)):
+    back_ends = spec.attention if _attends(config) else ()
+    for path, back_end in product(paths_of(config, spec.paths), back_ends or (None,)):
         way = ", ".join(filter(None, (name, path, back_end)))
         with absence_noted(notes, way), _run_by(model, path, back_end, spec, device):
             for length in spec.lengths:
@@ -132,17 +133,22 @@ def _run_by(
         yield
 
 
+def _attends(config: ModelConfig) -> bool:
+    """Whether any block or layer attends by softmax."""
+    layer = config.layer
+    attention = getattr(layer, "attention", "softmax")  # full-width mixtures have no choice
+    return attention == "softmax" or (layer.kind == "split" and layer.n_shared > 0)
+
+
 def _backend(
     config: ModelConfig, length: int, device: torch.device, dtype: str, back_end: str | None
 ) -> str:
     """Which attention runs in a full-width layer or in the shared blocks; "none" where no layer
     attends by softmax."""
-    layer = config.layer
-    split = layer.kind == "split"
-    attention = getattr(layer, "attention", "softmax")  # full-width mixtures have no choice
-    if attention == "deltanet" and not (split and layer.n_shared):
+    if not _attends(config):
         return "none"
     if back_end == PACKAGE:
         return PACKAGE
-    width = layer.d_thin if split else config.d_model
+    layer = config.layer
+    width = layer.d_thin if layer.kind == "split" else config.d_model
     return attention_backend(layer.n_heads, width // layer.n_heads, length, device, dtype)

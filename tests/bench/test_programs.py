@@ -106,6 +106,11 @@ def test_each_back_end_is_timed_or_said_to_be_absent():
     assert {key for key in found if key[0] == "dense"} == {
         ("dense", "flash", 5), ("dense", "flash", 9)
     }  # fmt: skip
+    # Without softmax there is nothing to choose: one figure a length, and no note.
+    assert {key for key in found if key[0] == "dense-delta"} == {
+        ("dense-delta", "none", 5), ("dense-delta", "none", 9)
+    }  # fmt: skip
+    assert len(outcome.metrics) == len(found) and len(outcome.notes) == 2
     cudnn, package = (n for n in outcome.notes if n.startswith("dense, "))
     assert cudnn == "dense, dense, cudnn: this back end takes no such attention here"
     assert package.startswith("dense, dense, flash_attn: ")
