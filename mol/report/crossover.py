@@ -12,8 +12,8 @@ from mol.report.query import (
     joined,
     machine_of,
     matching,
+    preferred,
     read,
-    same_hardware,
 )
 from mol.report.readings import Reading, Runs
 
@@ -93,5 +93,4 @@ def _machine(named: str, one: list[Reading], other: list[Reading]) -> tuple[str,
     found = [run for side in sides for run in side if machine_of(run) in both]
     if not found:
         return None
-    run = max(found, key=lambda run: (same_hardware(named, run), run["finished"], run["run_id"]))
-    return machine_of(run)
+    return machine_of(preferred(named, found))

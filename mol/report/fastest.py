@@ -25,9 +25,9 @@ def fastest(runs: list[Row]) -> dict[str, Any]:
             place = labels[LENGTH[name]], labels.get("batch", 1)
             key = list(LENGTH).index(name), run["scale"], *machine_of(run), *reversed(place)
             models = of[key]
-            found = {"run": run, "metric": metric, "how": how(labels)}
+            found = {"run": run, "metric": metric, "how": _how(labels)}
             best = models.setdefault(labels["model"], found)
-            if faster(metric, best["metric"]) > 1:
+            if _faster(metric, best["metric"]) > 1:
                 models[labels["model"]] = found
     of = {key: models for key, models in of.items() if len(models) > 1}
     if any(key[1] == "paper" for key in of):
@@ -36,13 +36,13 @@ def fastest(runs: list[Row]) -> dict[str, Any]:
     return {"models": names, "rows": [_row(key, of[key], names) for key in sorted(of)]}
 
 
-def faster(one: Row, other: Row) -> float:
+def _faster(one: Row, other: Row) -> float:
     """How many times as fast the first figure is."""
     ratio = one["value"] / other["value"]
     return ratio if one["unit"] in HIGHER_IS_BETTER else 1 / ratio
 
 
-def how(labels: Row) -> str:
+def _how(labels: Row) -> str:
     """Path, attention and mode in words, but for a dense model's path, which it cannot choose."""
     kept = (str(labels[way]) for way in WAYS if labels.get(way) not in (None, "dense", "none"))
     return ", ".join(kept).replace("_", " ")
@@ -54,7 +54,7 @@ def _row(key: tuple, models: dict[str, Row], names: list[str]) -> Row:
     cells = []
     for name in names:
         found = models.get(name)
-        ratio = faster(found["metric"], first["metric"]) if found and first else None
+        ratio = _faster(found["metric"], first["metric"]) if found and first else None
         cells.append(found and found | {"ratio": ratio if name != names[0] else None})
     return {
         "what": list(LENGTH)[number].partition("_")[0],

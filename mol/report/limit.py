@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from mol.report.query import Query, as_printed, machine_of, matching, same_hardware
+from mol.report.query import Query, as_printed, machine_of, matching, preferred
 from mol.report.readings import Runs
 
 GIB = 2**30
@@ -23,8 +23,7 @@ def memory_limit(runs: Runs, scale: str, query: Query) -> Limit | None:
     found = [r for r in found if "length" in r.labels and r.run["device"] == "cuda"]
     if not found:
         return None
-    run = max((r.run for r in found), key=lambda run: (same_hardware(query.hardware, run),
-                                                       run["finished"]))  # fmt: skip
+    run = preferred(query.hardware, (r.run for r in found))
     peaks = {
         int(r.labels["length"]): r.value for r in found if machine_of(r.run) == machine_of(run)
     }

@@ -40,6 +40,11 @@ def same_hardware(printed: str, run: dict[str, Any]) -> bool:
     return gpu_name(name) == gpu_name(run["hardware"]) and int(count) == run["hardware_count"]
 
 
+def preferred(named: str, runs: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Of several runs one on the hardware that a cell names, then the latest."""
+    return max(runs, key=lambda run: (same_hardware(named, run), run["finished"], run["run_id"]))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Query:
     """One side of a cell or of a claim. `name` is whose, for messages; no seeds: all there are."""
@@ -132,12 +137,7 @@ def matching(runs: Runs, scale: str, query: Query) -> list[Reading]:
 
 def _single(runs: Runs, options: list[Reading], query: Query) -> Reading:
     """The one reading of a seed."""
-
-    def rank(run: dict[str, Any]) -> tuple:
-        named = bool(query.hardware) and same_hardware(query.hardware, run)
-        return named, run["finished"], run["run_id"]
-
-    run = max((reading.run for reading in options), key=rank)
+    run = preferred(query.hardware, (reading.run for reading in options))
     options = [reading for reading in options if reading.run is run]
     ways = _wanted(runs, query).keys() | {"path"}  # which of these ran is the best's affair
     labels = {json.dumps({k: v for k, v in o.labels.items() if k not in ways}) for o in options}
