@@ -115,8 +115,7 @@ def _weights(routes: Routes | None, x_XD: Tensor, n_routed: int) -> Tensor:
     """w of every token and block, 0 where not chosen; ones without a router."""
     if routes is None:
         return x_XD.new_ones(x_XD.shape[0], n_routed)
-    weight_XE = torch.zeros_like(routes.probability_XE[:, :n_routed])
-    return weight_XE.scatter(1, routes.chosen_Xk, routes.weights_Xk)
+    return routes.spread(n_routed)
 
 
 def _one_block(stage: SplitStage, block: int) -> ThinBlocks:

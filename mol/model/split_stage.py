@@ -47,6 +47,11 @@ class Routes:
     chosen_Xk: Tensor
     weights_Xk: Tensor
 
+    def spread(self, n_routed: int) -> Tensor:
+        """w of every token and routed block [X, E], 0 where not chosen."""
+        weights_XE = torch.zeros_like(self.probability_XE[:, :n_routed])
+        return weights_XE.scatter(1, self.chosen_Xk, self.weights_Xk)
+
 
 class SplitStage(nn.Module):
     """x + combination of S shared blocks and the k best of E routed ones (Eq. 2).
@@ -190,10 +195,7 @@ class SplitStage(nn.Module):
             chosen_BTk = routes.chosen_Xk.view(batch, length, -1)
             return RoutePlan.routed(chosen_BTk, n_routed), routes.weights_Xk
         plan = RoutePlan.full(n_routed, batch, length, device)
-        if routes is None:
-            return plan, None
-        weights_XE = torch.zeros_like(routes.probability_XE[:, :n_routed])
-        return plan, weights_XE.scatter(1, routes.chosen_Xk, routes.weights_Xk)
+        return plan, None if routes is None else routes.spread(n_routed)
 
     def _compose(
         self,
