@@ -23,6 +23,9 @@ from mol.model.split_stage import StageCache
 from mol.model.transformer import Cache, FullWidthLayer, LanguageModel
 from mol.ops.graph import Captured
 
+# A call without a cache runs the whole context again, seconds beyond this.
+UNCACHED_UP_TO = 8_192
+
 
 def filled_cache(model: LanguageModel, batch: int, context: int, room: int) -> Cache:
     """A cache as after `context` tokens, with space for `room` more.
@@ -59,8 +62,9 @@ def run(spec: DecodeBench, device: torch.device, seed: int) -> Outcome:
     """`decode_ms` by model, context and cache; a call decodes one token of each sequence.
 
     With a cache the context grows by one a call, as in generation, and tokens are random, so
-    that routed blocks change from call to call. Without one (at the shortest context only) a
-    call runs the whole context and takes the last position's logits; the two are timed in turn.
+    that routed blocks change from call to call. Without one (at the shortest context only, and up
+    to `UNCACHED_UP_TO` tokens) a call runs the whole context and takes the last position's logits;
+    the two are timed in turn.
     On a GPU both are compiled and captured as CUDA graphs; a call copies the ids and replays.
     """
     metrics, notes = [], []
@@ -102,8 +106,8 @@ def _one_model(
                 False: on_gpu and isinstance(model.layers[0], FullWidthLayer),
             }
             with layers_compiled(model, device, step=traced[True]):
-                shortest = context == min(spec.contexts)
-                ways = _ways(model, ids_CB, context, shortest, seed)
+                uncached_too = context == min(spec.contexts) and context <= UNCACHED_UP_TO
+                ways = _ways(model, ids_CB, context, uncached_too, seed)
                 timings = interleave(ways, spec.warmup, spec.repeats, device)
             for has_cache, timing in timings.items():
                 mode = mode_of(compiled=traced[has_cache], graphed=on_gpu)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from mol.ops.tracing import has_kernels
 
-# Elements, 128 MiB of fp32 or 512 of bf16. Every piece adds to the weight's gradient in fp32, 12
-# bytes a weight, so on CUDA pieces should be few.
-LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 28}
+# Elements, 128 MiB of fp32 or 1 GiB of bf16. Every piece after the first adds to the weight's
+# gradient in fp32, 12 bytes a weight, so on CUDA pieces should be few.
+LOGITS_AT_ONCE = {"cpu": 1 << 25, "cuda": 1 << 29}
 COLUMNS = 64  # bf16 products of an odd width take slow kernels; GPT-2's 50,257 is odd
 
 
@@ -90,7 +90,6 @@ def _losses(
             cast_WD = F.pad(cast_WD, (0, 0, 0, -vocabulary % COLUMNS))
         if share_N is not None:
             grad_hidden_ND = torch.empty_like(hidden_ND)
-            grad_weight_WD = torch.zeros_like(cast_WD, dtype=wide)
         at_once = LOGITS_AT_ONCE[hidden_ND.device.type] // vocabulary
         for piece in _pieces(rows, at_once):
             logits_RW = hidden_ND[piece] @ cast_WD.t()
@@ -99,10 +98,20 @@ def _losses(
             nll_N[piece], grad_RW = turn(logits_RW, targets_N[piece], share_R, vocabulary)
             if share_N is not None:
                 torch.mm(grad_RW, cast_WD, out=grad_hidden_ND[piece])
-                grad_weight_WD += grad_RW.t() @ hidden_ND[piece]
+                part_WD = _in_wide(grad_RW.t(), hidden_ND[piece])
+                grad_weight_WD = part_WD if grad_weight_WD is None else grad_weight_WD.add_(part_WD)
     if share_N is None:
         return nll_N, None, None
+    if grad_weight_WD is None:  # no rows
+        grad_weight_WD = torch.zeros_like(cast_WD, dtype=wide)
     return nll_N, grad_hidden_ND, grad_weight_WD[:vocabulary]
+
+
+def _in_wide(a_WR: Tensor, b_RD: Tensor) -> Tensor:
+    """The product in fp32 at least; on CUDA its sums are never rounded to less."""
+    if a_WR.is_cuda and a_WR.dtype.itemsize == 2:
+        return torch.mm(a_WR, b_RD, out_dtype=torch.float32)
+    return (a_WR @ b_RD).to(torch.promote_types(a_WR.dtype, torch.float32))
 
 
 def _pieces(rows: int, at_most: int) -> list[slice]:
