@@ -119,7 +119,7 @@ def bench_metrics(spec: BenchSpec) -> list[Metric]:
     if bench.program == "decode":
         return [
             timing("decode_ms", 1 + context / 1000, "ms/token", model=model, context=context,
-                   cache=True, mode="eager")
+                   cache=True, batch=1, mode="eager")
             for model in bench.models for context in bench.contexts
         ]  # fmt: skip
     if bench.program == "attention":

@@ -155,6 +155,26 @@ def test_two_runs_of_one_series_are_one_line():
     }
 
 
+def test_decode_of_several_sequences_is_no_point_of_table_12(tmp_path):
+    """The shipped records hold batches of 8 and 64 at some of its contexts."""
+    records = Path(__file__).parents[2] / "results" / "records"
+    build(tmp_path / "mol.duckdb", tmp_path / "runs", records, PAPER)
+    source = Source(tmp_path / "mol.duckdb")
+    (spec,) = [spec for spec in load_figures() if spec.id == "table12"]
+    with matplotlib.rc_context(RC):
+        ((axes,),) = draw_bench(spec, source, "paper").sheet.axes[-1:]
+    lines = [line.get_data() for line in axes.lines if line.get_transform() != axes.transAxes]
+    drawn = sorted((x, y) for line in lines for x, y in zip(*line, strict=True))
+    timed = [
+        (metric["labels"]["batch"], metric["labels"]["context"], metric["value"])
+        for run in source.complete("paper", "bench")
+        for metric in run["metrics"]
+        if metric["name"] == "decode_ms" and metric["labels"]["cache"]
+    ]
+    assert {batch for batch, *_ in timed} >= {1, 8, 64}
+    assert drawn == sorted((x, y) for batch, x, y in timed if batch == 1)
+
+
 def test_facts_name_cells_that_print_steps():
     cells = {cell.cell_id: cell for cell in load_paper().cells}
     facts = [fact for spec in load_figures() for fact in spec.facts]
