@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mol.ops.kernels.add_up import add_up
 from mol.ops.kernels.mix_tiles import shifted
 from mol.ops.kernels.operator import operator
 from mol.ops.kernels.shares import block_share, count_parts, row_strided
@@ -118,7 +119,7 @@ def _gated_norm_backward(
         o_NHd.contiguous(), gate_NM, norm_Ed.contiguous(), offs_E, grad_NM.contiguous(), grad_o,
         grad_gate, part_norm, parts, eps, STRIDE=gate_NM.stride(0), **sizes,
     )  # fmt: skip
-    return grad_o, grad_gate, part_norm.sum(1).to(norm_Ed.dtype)
+    return grad_o, grad_gate, add_up(part_norm, norm_Ed.dtype)
 
 
 @_gated_norm_backward.register_fake

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mol.ops.kernels.add_up import add_up
 from mol.ops.kernels.operator import operator
 
 ELEMENTS = 1024  # of a tile, 8 a thread: backward keeps three sums beside three operands
@@ -188,13 +189,13 @@ def _add_layer_norm_backward(
     shift and bias, as far as they are there."""
     programs, sizes = _sizes(summed, BACKWARD)
     grad_x, grad_a, sums_KD = _gradients(summed, a_dtype, biased, centered)
-    part_PKD = sums_KD.new_empty(programs, *sums_KD.shape)
+    part_PKD = sums_KD.new_empty(1, programs, *sums_KD.shape)
     _backward[(programs,)](
         *_contiguous(summed, weight_D, grad_summed, grad_normed), grad_x, grad_a, part_PKD,
         summed.numel() // summed.shape[-1], eps, KEPT=grad_summed is not None,
         APART=grad_a.numel() > 0, BIAS=biased, CENTER=centered, **sizes,
     )  # fmt: skip
-    return grad_x, grad_a, torch.sum(part_PKD, 0, out=sums_KD)
+    return grad_x, grad_a, add_up(part_PKD, torch.float32)[0]
 
 
 def _gradients(

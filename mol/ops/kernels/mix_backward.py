@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mol.ops.kernels.add_up import add_up
 from mol.ops.kernels.mix_tiles import (
     EPS,
     TAPS,
@@ -196,11 +197,11 @@ def delta_inputs_backward(
         grad_mixed, filters_ECJ, within_N, offs_E, grad_qkv, parts,
         CHANNELS=channels, WIDE=CHANNELS_AT_ONCE, ROWS=ROWS_AT_ONCE,
     )  # fmt: skip
-    grad_decay, grad_bias = part_rates.sum(1).unbind(1)
+    grad_decay, grad_bias = add_up(part_rates, torch.float32).unbind(1)
     return (
         grad_qkv,
         grad_ab,
-        part_filters.sum(1).to(filters_ECJ.dtype),
+        add_up(part_filters, filters_ECJ.dtype),
         grad_decay.to(decay_log_EH.dtype, copy=True).contiguous(),
         grad_bias.to(dt_bias_EH.dtype, copy=True).contiguous(),
     )

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mol.ops.kernels.add_up import add_up
 from mol.ops.kernels.operator import operator
 from mol.ops.kernels.shares import block_share, count_parts
 
@@ -160,7 +161,7 @@ def _add_norm_backward(
     grad_NM: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of h, a, bias and weight; a's and the bias's are empty without a bias."""
-    grad_h, grad_a, grad_bias, grad_weight = _gradients(h_NM, bias_EM, weight_EM)
+    grad_h, grad_a, grad_bias, _ = _gradients(h_NM, bias_EM, weight_EM)
     n_blocks, width = weight_EM.shape
     parts, sizes = _sizes(h_NM, n_blocks)
     part_weight = h_NM.new_empty(n_blocks, parts, width, dtype=torch.float32)
@@ -170,10 +171,9 @@ def _add_norm_backward(
         grad_attended_NM.contiguous(), grad_NM.contiguous(), grad_h, grad_a, part_bias,
         part_weight, parts, eps, ADD=attended_NM is not None, BIAS=bias_EM is not None, **sizes,
     )  # fmt: skip
-    grad_weight.copy_(part_weight.sum(1))
-    if part_bias is not None:
-        grad_bias.copy_(part_bias.sum(1))
-    return grad_h, grad_a, grad_bias, grad_weight
+    if bias_EM is not None:
+        grad_bias = add_up(part_bias, bias_EM.dtype)
+    return grad_h, grad_a, grad_bias, add_up(part_weight, weight_EM.dtype)
 
 
 def _gradients(h_NM: Tensor, bias_EM: Tensor | None, weight_EM: Tensor) -> tuple[Tensor, ...]:

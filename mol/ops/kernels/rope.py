@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mol.ops.kernels.add_up import add_up
 from mol.ops.kernels.operator import operator
 from mol.ops.kernels.shares import block_share, count_parts, row_strided
 
@@ -169,7 +170,7 @@ def _bias_rope_backward(
         cos_TR, sin_TR, time_N, offs_E, *(grad.contiguous() for grad in grads), grad_qkv,
         part_bias, parts, **sizes,
     )  # fmt: skip
-    return grad_qkv, part_bias.sum(1).to(bias_EP.dtype)
+    return grad_qkv, add_up(part_bias, bias_EP.dtype)
 
 
 @_bias_rope_backward.register_fake

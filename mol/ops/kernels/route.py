@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mol.ops.kernels.add_up import add_up
 from mol.ops.kernels.operator import operator
 
 FEW = 128  # tokens up to which each has a program of its own: one for every multiprocessor
@@ -220,26 +221,25 @@ def _backward(
     grad_weights_Xk: Tensor,
     over_selected: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the router, the latter by parts of the tokens: fp32 [P, E, D]."""
+    """Gradients of x and of the router."""
     tokens, width = x_XD.shape
     n_blocks = router_ED.shape[0]
-    grads = _backward_like(
-        x_XD, router_ED, probability_XE, chosen_Xk, grad_probability_XE, grad_weights_Xk,
-        over_selected,
-    )  # fmt: skip
+    parts = min(PARTS, -(-tokens // PART_ROWS))
+    grad_x = x_XD.new_empty(x_XD.shape)
+    part_PED = x_XD.new_empty(1, parts, n_blocks, width, dtype=torch.float32)
     padded = max(16, triton.next_power_of_2(n_blocks))
     chunk = _chunk(width, 128 if padded <= 32 else 64)
-    _route_backward[(grads[1].shape[0], triton.cdiv(width, chunk))](
+    _route_backward[(parts, triton.cdiv(width, chunk))](
         x_XD.contiguous(), router_ED.contiguous(), probability_XE, chosen_Xk,
-        grad_probability_XE.contiguous(), grad_weights_Xk.contiguous(), *grads, tokens,
+        grad_probability_XE.contiguous(), grad_weights_Xk.contiguous(), grad_x, part_PED, tokens,
         WIDTH=width, BLOCKS=n_blocks, SLOTS=chosen_Xk.shape[1], OVER_SELECTED=over_selected,
         ROWS=PART_ROWS, CHUNK=chunk, PADDED=padded, num_warps=4,
     )  # fmt: skip
-    return grads
+    return grad_x, add_up(part_PED, router_ED.dtype)[0]
 
 
 @_backward.register_fake
-def _backward_like(
+def _(
     x_XD: Tensor,
     router_ED: Tensor,
     probability_XE: Tensor,
@@ -248,9 +248,7 @@ def _backward_like(
     grad_weights_Xk: Tensor,
     over_selected: bool,
 ) -> tuple[Tensor, Tensor]:
-    parts = min(PARTS, -(-x_XD.shape[0] // PART_ROWS))
-    grad_PED = x_XD.new_empty(parts, *router_ED.shape, dtype=torch.float32)
-    return x_XD.new_empty(x_XD.shape), grad_PED
+    return x_XD.new_empty(x_XD.shape), router_ED.new_empty(router_ED.shape)
 
 
 def _save(ctx, inputs, output) -> None:
@@ -261,10 +259,10 @@ def _save(ctx, inputs, output) -> None:
 
 def _grad(ctx, grad_probability_XE, grad_weights_Xk, _):
     x_XD, router_ED, *outputs = ctx.saved_tensors
-    grad_x_XD, grad_PED = _backward(
+    grads = _backward(
         x_XD, router_ED, *outputs, grad_probability_XE, grad_weights_Xk, ctx.over_selected
     )
-    return grad_x_XD, grad_PED.sum(0).to(router_ED.dtype), None, None
+    return *grads, None, None
 
 
 route.register_autograd(_grad, setup_context=_save)
