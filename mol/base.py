@@ -48,9 +48,12 @@ def one_line(error: ValidationError, source: str) -> UserError:
     # A misspelled key is also a missing one: what it is spelled like helps more.
     first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     key = ".".join(str(part) for part in first["loc"]) or "the whole document"
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    what, got = first["msg"], f", got {shown(first['input'])}"
-    if first["type"] == "json_invalid":
+    # A list that holds a wrong value is then too short as well.
+    others = [p for p in problems if p["loc"] != first["loc"][: len(p["loc"])]]
+    more = f" (and {len(others)} more)" if others else ""
+    what = first["msg"].removeprefix("Value error, ")  # pydantic's, before our own words
+    got = f", got {shown(first['input'])}"
+    if first["type"] == "json_invalid" or isinstance(first["input"], dict):
         got = ""
     elif first["type"] == "extra_forbidden":
         known = known_keys(Frozen, error.title, first["loc"])

@@ -72,7 +72,12 @@ def test_a_timing_on_a_cpu_says_so(tmp_path):
         (["train-step", "--condition", "nonesuch"], "nonesuch"),
         (["train-step", "--condition", "ct-moe", "--lengths", "5", "6"], "one length"),
         (["train-step", "--condition", "ct-moe", "--models", "ct-moe"], "--models"),
-        (["train-step", "--condition", "ct-moe", "--accumulate", "3"], "accumulate"),
+        (
+            ["train-step", "--condition", "ct-moe", "--accumulate", "3"],
+            "cases.ct-moe: batch_size = 4 is no multiple of accumulate\n",
+        ),
+        (["prefill", "--lengths", "0"], "lengths.0: Input should be greater than 0, got 0\n"),
+        (["prefill", "--lengths", "0", "8", "-1"], "got 0 (and 1 more)\n"),
         (["train-step", "--condition", "ct-moe", "--paths", "loop"], "paths"),
         (["prefill", "--accumulate", "2"], "--accumulate"),
         (["--run", "sharding", "--device", "cpu"], "--device"),
