@@ -53,7 +53,8 @@ def chain_launch(sizes: dict, segments: int, beside: int, item_bytes: int) -> tu
 
 @triton.jit
 def find_chunk(cu_seqlens, slot, segments, SEGMENTS: tl.constexpr):
-    """First row of the slot's chunk and the end of its segment, int64; none if not before it."""
+    """First row of the slot's chunk, the end of its segment (int64; no chunk if not beyond the
+    first), and the segment."""
     segment = -1
     for first in range(0, segments, SEGMENTS):
         s = first + tl.arange(0, SEGMENTS)
@@ -61,7 +62,7 @@ def find_chunk(cu_seqlens, slot, segments, SEGMENTS: tl.constexpr):
         segment += tl.sum(((start // 64 + s <= slot) & (s < segments)).to(tl.int32), 0)
     start = tl.load(cu_seqlens + segment).to(tl.int64)
     end = tl.load(cu_seqlens + segment + 1).to(tl.int64)
-    return start + (slot - start // 64 - segment) * 64, end
+    return start + (slot - start // 64 - segment) * 64, end, segment
 
 
 @triton.jit
@@ -249,7 +250,7 @@ def solve(
     Meant for two warps: a tile is two tensor core instructions wide and one high, one warp spills.
     """
     head = tl.program_id(0) % HEADS
-    row, end = find_chunk(cu_seqlens, tl.program_id(0) // HEADS, segments, SEGMENTS)
+    row, end, _ = find_chunk(cu_seqlens, tl.program_id(0) // HEADS, segments, SEGMENTS)
     if row >= end:
         return
     k_0, k_1, k_2, k_3 = _four_rows(k, row, end, head, HEADS, D, D_WIDE)
