@@ -110,7 +110,8 @@ def delta_inputs(
         from mol.ops.kernels import mix
 
         weights = filters_ECJ, decay_log_EH, dt_bias_EH
-        return mix.delta_inputs(qkv_NC, ab_NG, *weights, plan.within_N, plan.offs_E), True
+        index = plan.within_N, plan.offs_E, plan.cu_seqlens
+        return mix.delta_inputs(qkv_NC, ab_NG, *weights, *index), True
     mixed_NC = short_conv(qkv_NC, filters_ECJ.to(qkv_NC.dtype), plan)
     if before_NC is not None:
         mixed_NC = mixed_NC + before_NC

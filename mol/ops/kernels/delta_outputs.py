@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from mol.ops.kernels.delta_solve import find_chunk, load_rows, load_sums, state_at, store_rows
+from mol.ops.kernels.mix_tiles import silu
 
 
 @triton.jit
@@ -52,6 +53,5 @@ def outputs(
     result *= scale
     if GATED:
         result *= tl.rsqrt(tl.sum(result * result, 1) / E + eps)[:, None]
-        z = z.to(tl.float32)
-        result *= weight.to(tl.float32)[None, :] * z * tl.sigmoid(z)
+        result *= weight.to(tl.float32)[None, :] * silu(z.to(tl.float32))
     store_rows(o, result, row, end, head, HEADS, E, 64, E_WIDE)
