@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from mol.model.attention import Stackable, branched
 from mol.ops.attention import Rope
 from mol.ops.dispatch import RoutePlan
-from mol.ops.gated_delta import gated_delta_rule, gated_delta_step
-from mol.ops.glue import delta_inputs, gated_norm, rates
+from mol.ops.gated_delta import gated_delta_step
+from mol.ops.glue import delta_inputs, gated_delta, gated_norm, rates
 from mol.ops.grouped import grouped_mm
 
 TAPS = 4
@@ -77,8 +77,7 @@ class GatedDeltaNet(Stackable):
         z = grouped_mm(x_NM, self.stacked(self.qkvg_ab), plan.offs_E, plan.equal)
         return z.split([3 * width, width, 2 * self.n_heads], -1)
 
-    def _finish(self, o_NHd: Tensor, gate_NM: Tensor, plan: RoutePlan) -> Tensor:
-        gated_NM = gated_norm(o_NHd, gate_NM, self.stacked(self.norm), plan)
+    def _finish(self, gated_NM: Tensor, plan: RoutePlan) -> Tensor:
         return grouped_mm(gated_NM, self.stacked(self.out), plan.offs_E, plan.equal)
 
     def packed(
@@ -98,17 +97,19 @@ class GatedDeltaNet(Stackable):
             before = self._conv_of_tail(cache.tail_SJC.to(qkv.dtype), filters.to(qkv.dtype), plan)
         decays = self.stacked(self.decay_log), self.stacked(self.dt_bias)
         inputs, unit = delta_inputs(qkv, ab, filters, *decays, plan, before)
-        o_NHd, state = gated_delta_rule(
-            *inputs,
-            plan.cu_seqlens,
+        gated_NM, state = gated_delta(
+            inputs,
+            unit,
+            gate,
+            self.stacked(self.norm),
+            plan,
             cache.state_SHdd if start else None,
             final_state=cache is not None,
-            unit=unit,
         )
         if cache is not None:
             cache.state_SHdd.copy_(state)
             cache.tail_SJC.copy_(self._new_tail(cache.tail_SJC, qkv, plan))
-        return self._finish(o_NHd, gate, plan)
+        return self._finish(gated_NM, plan)
 
     @staticmethod
     def _conv_of_tail(tail_SJC: Tensor, filters_ECJ: Tensor, plan: RoutePlan) -> Tensor:
@@ -164,4 +165,5 @@ class GatedDeltaNet(Stackable):
         g, beta = rates(ab, self.stacked(self.decay_log), self.stacked(self.dt_bias), plan)
         o_NHd, state = gated_delta_step(q, k, v, g, beta, cache.state_SHdd[segment_N])
         cache.state_SHdd[segment_N] = state
-        return self._finish(o_NHd, gate, plan)
+        gated_NM = gated_norm(o_NHd, gate, self.stacked(self.norm), plan)
+        return self._finish(gated_NM, plan)

@@ -1,7 +1,7 @@
 """Split stage: thin blocks side by side, routed by token, summed onto the residual (Eq. 2).
 
 Shape suffixes: B sequences, T positions, X = B T tokens, D = d_model, E routed blocks, k slots,
-N packed rows.
+N packed rows, C runs of tokens.
 
     stage = SplitStage(config, d_model)
     y_BTD, balance, routes_BTk = stage(x_BTD, rope)
@@ -41,11 +41,13 @@ class StageCache:
 
 @dataclass(frozen=True)
 class Routes:
-    """Softmax over the candidates, routed blocks first; the chosen and their w_i of Eq. 2."""
+    """Softmax over the candidates, routed blocks first; the chosen and their w_i of Eq. 2; from
+    the kernel also its counts of the chosen by runs of tokens, for the plan."""
 
     probability_XE: Tensor
     chosen_Xk: Tensor
     weights_Xk: Tensor
+    counts_EC: Tensor | None = None
 
     def spread(self, n_routed: int) -> Tensor:
         """w of every token and routed block [X, E], 0 where not chosen."""
@@ -173,8 +175,10 @@ class SplitStage(nn.Module):
         if has_kernels(x_XD) and self.config.router == "linear":
             from mol.ops.kernels.route import route
 
-            probability_XE, *chosen = route(x_XD, self.router, self.config.top_k, over_selected)
-            return Routes(probability_XE, *reversed(chosen))
+            probability_XE, weights_Xk, chosen_Xk, counts_EC = route(
+                x_XD, self.router, self.config.top_k, over_selected
+            )
+            return Routes(probability_XE, chosen_Xk, weights_Xk, counts_EC)
         wide = torch.promote_types(self.router.dtype, torch.float32)
         with torch.autocast(x_XD.device.type, enabled=False):
             bias_E = None if self.router_bias is None else self.router_bias.to(wide)
@@ -193,7 +197,8 @@ class SplitStage(nn.Module):
         n_routed = self.config.n_routed
         if not self.full:
             chosen_BTk = routes.chosen_Xk.view(batch, length, -1)
-            return RoutePlan.routed(chosen_BTk, n_routed), routes.weights_Xk
+            plan = RoutePlan.routed(chosen_BTk, n_routed, routes.counts_EC)
+            return plan, routes.weights_Xk
         plan = RoutePlan.full(n_routed, batch, length, device)
         return plan, None if routes is None else routes.spread(n_routed)
 

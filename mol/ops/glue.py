@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mol.ops.attention import Rope
 from mol.ops.dispatch import RoutePlan
+from mol.ops.gated_delta import fuses_norm, gated_delta_rule, normed_gated_delta_rule
 from mol.ops.short_conv import short_conv
 from mol.ops.tracing import has_kernels
 
@@ -109,7 +110,8 @@ def delta_inputs(
         from mol.ops.kernels import mix
 
         weights = filters_ECJ, decay_log_EH, dt_bias_EH
-        return mix.delta_inputs(qkv_NC, ab_NG, *weights, plan.within_N, plan.offs_E), True
+        index = plan.within_N, plan.offs_E, plan.cu_seqlens
+        return mix.delta_inputs(qkv_NC, ab_NG, *weights, *index), True
     mixed_NC = short_conv(qkv_NC, filters_ECJ.to(qkv_NC.dtype), plan)
     if before_NC is not None:
         mixed_NC = mixed_NC + before_NC
@@ -137,3 +139,22 @@ def gated_norm(o_NHd: Tensor, gate_NM: Tensor, weight_Ed: Tensor, plan: RoutePla
     normed_NHd = F.rms_norm(o_NHd, o_NHd.shape[-1:], eps=EPS).to(gate_NM.dtype)
     scaled_NHd = normed_NHd * plan.expand(weight_Ed.to(normed_NHd.dtype))[:, None]
     return scaled_NHd.reshape(gate_NM.shape) * F.silu(gate_NM)
+
+
+def gated_delta(
+    inputs: tuple[Tensor, ...],
+    unit: bool,
+    gate_NM: Tensor,
+    weight_Ed: Tensor,
+    plan: RoutePlan,
+    state_SHdd: Tensor | None = None,
+    final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`gated_norm` of the outputs of the gated delta rule on what `delta_inputs` gives, [N, M],
+    and, if asked, the last state of each segment."""
+    states = state_SHdd, final_state
+    if fuses_norm(inputs[0], inputs[2]):
+        normed = gate_NM, weight_Ed, EPS
+        return normed_gated_delta_rule(inputs, plan.cu_seqlens, *states, unit, *normed)
+    o_NHd, state = gated_delta_rule(*inputs, plan.cu_seqlens, *states, unit=unit)
+    return gated_norm(o_NHd, gate_NM, weight_Ed, plan), state
