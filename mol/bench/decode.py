@@ -65,8 +65,8 @@ def run(spec: DecodeBench, device: torch.device, seed: int) -> Outcome:
     that routed blocks change from call to call. Without one (at the shortest context only, and up
     to `UNCACHED_UP_TO` tokens) a call runs the whole context and takes the last position's logits;
     the two are timed in turn.
-    On a GPU both are captured as CUDA graphs, what is not a chain of the project's kernels compiled;
-    a call copies the ids and replays.
+    On a GPU both are captured as CUDA graphs, and what is not a chain of the project's kernels is
+    compiled before; a call copies the ids and replays.
     """
     metrics, notes = [], []
     for name, config in spec.models.items():

@@ -14,6 +14,7 @@ from torch import Tensor
 from mol.ops.kernels.operator import operator
 
 TILE = 512  # tokens times blocks that a program holds at a time
+STEP = 2048  # the same in a step of many sequences: a single program saves a launch
 PLANNERS = 512  # most programs that count one sequence: each reads the counts of all
 
 
@@ -129,7 +130,8 @@ def plan(
     single = length == 1
     if single:
         batch, length = 1, batch
-    tokens = min(max(32, min(256, TILE // padded)), triton.next_power_of_2(length))
+    held = STEP if single else TILE
+    tokens = min(max(32, min(256, held // padded)), triton.next_power_of_2(length))
     steps = 1
     while steps * tokens * PLANNERS < length:
         steps *= 2
