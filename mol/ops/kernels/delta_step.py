@@ -18,25 +18,9 @@ from mol.ops.kernels.shares import row_strided
 
 
 @triton.jit
-def _convolved(z, tail, filters, channel, inside, C: tl.constexpr):
-    """Four taps over the remembered rows and the new one, then SiLU; and the rows to remember."""
-    new = tl.load(z + channel, mask=inside, other=0.0).to(tl.float32)
-    one = tl.load(tail + C + channel, mask=inside, other=0.0)
-    two = tl.load(tail + 2 * C + channel, mask=inside, other=0.0)
-    y = tl.load(tail + channel, mask=inside, other=0.0).to(tl.float32) * tl.load(
-        filters + channel * 4, mask=inside, other=0.0
-    )
-    y += one.to(tl.float32) * tl.load(filters + channel * 4 + 1, mask=inside, other=0.0)
-    y += two.to(tl.float32) * tl.load(filters + channel * 4 + 2, mask=inside, other=0.0)
-    y += new * tl.load(filters + channel * 4 + 3, mask=inside, other=0.0)
-    return y * tl.sigmoid(y), one, two, new.to(tail.dtype.element_ty)
-
-
-@triton.jit
-def _keep(tail, channel, inside, one, two, new, C: tl.constexpr):
-    tl.store(tail + channel, one, mask=inside)
-    tl.store(tail + C + channel, two, mask=inside)
-    tl.store(tail + 2 * C + channel, new, mask=inside)
+def _part(tile, kind, KIND: tl.constexpr):
+    """One row of a tile, as a vector."""
+    return tl.sum(tl.where(kind == KIND, tile, 0.0), 0)
 
 
 @triton.jit
@@ -52,11 +36,22 @@ def head_step(
     at = (head * WIDTH + row)[:, None] * WIDTH + column[None, :]
     mask = (row < WIDTH)[:, None] & inside[None, :]
     held = tl.load(state + at, mask=mask, other=0.0)
-    channel = head * WIDTH + column
-    q, q_one, q_two, q_new = _convolved(z, tail, filters, channel, inside, 3 * M)
-    k, k_one, k_two, k_new = _convolved(z, tail, filters, M + channel, inside, 3 * M)
-    v, v_one, v_two, v_new = _convolved(z, tail, filters, 2 * M + channel, inside, 3 * M)
-    gate = tl.load(z + 3 * M + channel, mask=inside, other=0.0).to(tl.float32)
+    # q, k, v and the gate are the rows of one tile: as vectors, fewer numbers than threads, they
+    # would be loaded by each thread that needs one, in two layouts.
+    kind = tl.arange(0, 4)[:, None]
+    channel = kind * M + head * WIDTH + column[None, :]
+    mixes = inside[None, :] & (kind < 3)
+    new = tl.load(z + channel, mask=inside[None, :], other=0.0).to(tl.float32)
+    one = tl.load(tail + 3 * M + channel, mask=mixes, other=0.0)
+    two = tl.load(tail + 6 * M + channel, mask=mixes, other=0.0)
+    x = tl.load(tail + channel, mask=mixes, other=0.0).to(tl.float32)
+    taps = filters + channel * 4
+    x *= tl.load(taps, mask=mixes, other=0.0).to(tl.float32)
+    x += one.to(tl.float32) * tl.load(taps + 1, mask=mixes, other=0.0).to(tl.float32)
+    x += two.to(tl.float32) * tl.load(taps + 2, mask=mixes, other=0.0).to(tl.float32)
+    x += new * tl.load(taps + 3, mask=mixes, other=1.0).to(tl.float32)  # the gate as it is
+    x *= tl.sigmoid(x)
+    q, k, v, gate = _part(x, kind, 0), _part(x, kind, 1), _part(x, kind, 2), _part(x, kind, 3)
     a = tl.load(z + 4 * M + head).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
     beta = tl.sigmoid(tl.load(z + 4 * M + HEADS + head).to(tl.float32))
     decay = tl.exp(-tl.exp(tl.load(decay_log + head).to(tl.float32)) * softplus(a))
@@ -67,14 +62,14 @@ def head_step(
     # S'^T q with S' = held + k u^T, so that both sums over the state run at once.
     o = tl.sum(held * q[:, None], 0) + tl.sum(q * k, 0) * u
     o *= tl.rsqrt(tl.sum(o * o, 0) / WIDTH + eps)
-    o *= tl.load(norm + column, mask=inside, other=0.0).to(tl.float32) * gate * tl.sigmoid(gate)
-    tl.store(y + channel, o.to(y.dtype.element_ty), mask=inside)
+    o *= tl.load(norm + column, mask=inside, other=0.0).to(tl.float32) * gate
+    tl.store(y + head * WIDTH + column, o.to(y.dtype.element_ty), mask=inside)
     # Threads may hold copies of one value: all must have read before one of them writes.
     tl.debug_barrier()
     tl.store(state + at, held + k[:, None] * u[None, :], mask=mask)
-    _keep(tail, channel, inside, q_one, q_two, q_new, 3 * M)
-    _keep(tail, M + channel, inside, k_one, k_two, k_new, 3 * M)
-    _keep(tail, 2 * M + channel, inside, v_one, v_two, v_new, 3 * M)
+    tl.store(tail + channel, one, mask=mixes)
+    tl.store(tail + 3 * M + channel, two, mask=mixes)
+    tl.store(tail + 6 * M + channel, new.to(tail.dtype.element_ty), mask=mixes)
 
 
 @triton.jit
