@@ -11,6 +11,7 @@ N packed rows, C runs of tokens.
     y_BD = stage.step(x_BD, rope, position, cache)      # ... one token at a time
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,10 @@ class StageCache:
         """A cache whose sequence i holds what sequence `parent_B[i]` of `batch` holds here."""
         shared = self.shared and self.shared.branch(parent_B, batch)
         return StageCache(shared, self.routed.branch(parent_B, batch))
+
+
+# (blocks, x [X, D], plan, what the blocks' cache is) to their outputs [N, D].
+Run = Callable[[ThinBlocks, Tensor, RoutePlan, object | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -105,34 +110,44 @@ class SplitStage(nn.Module):
         """(y [B, T, D], CV^2 balance loss (0-dim, 0 without router, None without gradients), routes
         [B, T, k] or None)."""
         batch, length, width = x_BTD.shape
-        x_XD = x_BTD.reshape(-1, width)
-        inner_XD = as_operand(x_XD, self.routed.down)
-        with aside(inner_XD) as beside:
-            shared_XD = self.shared_sum(inner_XD, batch, length, rope, cache, start)
-        routes = self.route(x_XD)
-        plan, weights = self._plan(routes, batch, length, x_XD.device)
-        routed_ND = self.routed(inner_XD, plan, rope, cache and cache.routed, start)
-        beside.join()
-        y_BTD = self._compose(x_XD, shared_XD, routed_ND, plan, weights).view_as(x_BTD)
+
+        def run(blocks: ThinBlocks, x_XD: Tensor, plan: RoutePlan, held: object | None) -> Tensor:
+            return blocks(x_XD, plan, rope, held, start)
+
+        y_XD, routes = self._sum(run, x_BTD.reshape(-1, width), batch, length, cache)
+        y_BTD = y_XD.view_as(x_BTD)
         if routes is None:
             return y_BTD, x_BTD.new_zeros((), dtype=torch.float32), None
         routes_BTk = routes.chosen_Xk.view(batch, length, -1)
         return y_BTD, balance_of(routes), routes_BTk
 
-    def shared_sum(
-        self,
-        x_XD: Tensor,
-        batch: int,
-        length: int,
-        rope: Rope,
-        cache: StageCache | None = None,
-        start: int = 0,
-    ) -> Tensor | None:
-        """What the shared blocks add up to, before it is scaled; None without any."""
+    def _sum(
+        self, run: Run, x_XD: Tensor, batch: int, length: int, cache: StageCache | None
+    ) -> tuple[Tensor, Routes | None]:
+        """Eq. 2 with blocks that `run` computes, on CUDA the shared ones beside the routed."""
+        held = cache or StageCache(None, None)
+        inner_XD = as_operand(x_XD, self.routed.down)
+        every = self._every(batch, length, x_XD.device)
+        shared_XD = None
+        with aside(inner_XD) as beside:
+            if every is not None:
+                shared_XD = every.combine(run(self.shared, inner_XD, every, held.shared))
+        routes = self.route(x_XD)
+        plan, weights = self._plan(routes, batch, length, x_XD.device)
+        routed_ND = run(self.routed, inner_XD, plan, held.routed)
+        beside.join()
+        return self._compose(x_XD, shared_XD, routed_ND, plan, weights), routes
+
+    def _every(self, batch: int, length: int, device: torch.device) -> RoutePlan | None:
+        """The shared blocks' plan. Plans are kept, and so made before any stream parts."""
         if self.shared is None:
             return None
-        plan = RoutePlan.full(self.config.n_shared, batch, length, x_XD.device)
-        return plan.combine(self.shared(x_XD, plan, rope, cache and cache.shared, start))
+        return RoutePlan.full(self.config.n_shared, batch, length, device)
+
+    def shared_sum(self, x_XD: Tensor, batch: int, length: int, rope: Rope) -> Tensor | None:
+        """What the shared blocks add up to, before it is scaled; None without any."""
+        plan = self._every(batch, length, x_XD.device)
+        return None if plan is None else plan.combine(self.shared(x_XD, plan, rope))
 
     def new_cache(self, batch: int, max_len: int) -> StageCache:
         shared = self.shared and self.shared.new_cache(batch, max_len)
@@ -140,27 +155,24 @@ class SplitStage(nn.Module):
 
     def step(self, x_BD: Tensor, rope: Rope, position: int | Tensor, cache: StageCache) -> Tensor:
         """One token a sequence, all at `position`; computes only the chosen blocks, [B, D]."""
-        if self.steps_fused(x_BD):
+        if fast_step.takes_stage(self, x_BD):
             return fast_step.stage_step(self, x_BD, rope, position, cache)
         return self.plain_step(x_BD, rope, position, cache)
 
-    def steps_fused(self, x_BD: Tensor) -> bool:
-        """Whether a step on `x_BD` is a few kernels of the project, which need no compiler."""
-        return fast_step.takes_stage(self, x_BD)
+    def steps_in_kernels(self, x_BD: Tensor) -> bool:
+        """Whether a step on `x_BD` is a chain of the project's kernels, which need no compiler."""
+        return fast_step.takes_stage(self, x_BD) or fast_step.shares_reads(self, x_BD)
 
     def plain_step(
         self, x_BD: Tensor, rope: Rope, position: int | Tensor, cache: StageCache
     ) -> Tensor:
-        """`step` as the layers' modules compute it: the fused step's reference."""
-        batch = x_BD.shape[0]
-        plan, weights = self._plan(self.route(x_BD), batch, 1, x_BD.device)
-        routed_ND = self.routed.step(x_BD, plan, rope, position, cache.routed)
-        shared_BD = None
-        if self.shared is not None:
-            every = RoutePlan.full(self.config.n_shared, batch, 1, x_BD.device)
-            shared_ND = self.shared.step(x_BD, every, rope, position, cache.shared)
-            shared_BD = every.combine(shared_ND)
-        return self._compose(x_BD, shared_BD, routed_ND, plan, weights)
+        """`step` as the layers' modules compute it: the fused step's reference, and what many rows
+        take, since the modules' products read a block's matrices once for all its rows."""
+
+        def run(blocks: ThinBlocks, x_BD: Tensor, plan: RoutePlan, held: object | None) -> Tensor:
+            return blocks.step(x_BD, plan, rope, position, held)
+
+        return self._sum(run, x_BD, x_BD.shape[0], 1, cache)[0]
 
     def inactive_parameters(self) -> int:
         """Weights of the routed blocks that a token leaves out."""

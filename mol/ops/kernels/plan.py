@@ -15,6 +15,7 @@ from mol.ops.kernels.operator import operator
 from mol.ops.kernels.route import tile_rows
 
 TILE = 512  # tokens times blocks that a program holds at a time
+STEP = 2048  # the same in a step of many sequences: a single program saves a launch
 PLANNERS = 512  # most programs that count one sequence: each reads the counts of all runs
 
 
@@ -133,7 +134,8 @@ def plan(
     single = length == 1
     if single:
         batch, length = 1, batch
-    tokens = min(max(32, min(256, TILE // padded)), triton.next_power_of_2(length))
+    held = STEP if single else TILE
+    tokens = min(max(32, min(256, held // padded)), triton.next_power_of_2(length))
     run = tile_rows(chosen_Xk.shape[0])
     counted = counts_EC is not None and counts_EC.shape[1] <= PLANNERS
     counted = counted and (batch == 1 or length % run == 0)
