@@ -12,11 +12,15 @@ from torch import Tensor, nn
 from mol.model.attention import KVCache
 from mol.model.config import DenseLayer, ModelConfig, SplitLayer
 from mol.model.delta import DeltaCache
+from mol.model.fast_step import MOST_ROWS
 from mol.model.split_stage import SplitStage, StageCache
 from mol.model.transformer import FullWidthLayer
 from mol.ops.attention import Rope
 
-BATCH, D_MODEL, HELD, STEPS = 3, 96, 700, 3
+# Sequences of each check, and the rows that each segment may hold before: many sequences are too
+# many for the fused step (three rows each), so that rows share the reads of a block's matrices.
+FEW, MANY = (3, 700), (MOST_ROWS // 3 + 1, 40)
+D_MODEL, STEPS = 96, 3
 
 
 def decode_steps(
@@ -36,16 +40,21 @@ def decode_steps(
         for name, layer in layers.items():
             layer.init_weights(std=0.1, residual_std=0.1)
             layer = layer.to(device=device, dtype=dtype)
-            cache = _filled(layer.new_cache(BATCH, HELD + STEPS))
-            x = torch.randn(STEPS, BATCH, D_MODEL).to(device=device, dtype=dtype)
-            fast = _run(layer, "step", x, cache, dtype)
-            plain = _run(layer, "plain_step", x, cache, torch.float64)
-            yield f"decode step, {name}", fast, plain
+            sizes = {"": FEW}
+            if isinstance(layer, SplitStage):
+                sizes[", many sequences"] = MANY
+            for suffix, (batch, held) in sizes.items():
+                cache = _filled(layer.new_cache(batch, held + STEPS), held)
+                x = torch.randn(STEPS, batch, D_MODEL).to(device=device, dtype=dtype)
+                fast = _run(layer, "step", x, cache, held, dtype)
+                plain = _run(layer, "plain_step", x, cache, held, torch.float64)
+                yield f"decode step, {name}{suffix}", fast, plain
 
 
 def _run(
-    layer: nn.Module, step: str, x_CBD: Tensor, cache, dtype: torch.dtype
+    layer: nn.Module, step: str, x_CBD: Tensor, cache, position: int, dtype: torch.dtype
 ) -> Callable[[], dict[str, Tensor]]:
+    """Steps of the method `step` on a copy of `cache`, the first one at `position`."""
     layer, cache = copy.deepcopy(layer).to(dtype), _copied(cache, dtype)
     head = layer.routed.attention if isinstance(layer, SplitStage) else layer.attention
     rope = Rope(head.out.shape[-1] // head.n_heads)
@@ -55,7 +64,7 @@ def _run(
         results, held = {}, copy.deepcopy(cache)
         for number, x_BD in enumerate(x_CBD.to(dtype)):
             # x itself would hide errors of the much smaller update.
-            y_BD = getattr(layer, step)(x_BD, rope, HELD + number, held)
+            y_BD = getattr(layer, step)(x_BD, rope, position + number, held)
             results[f"output {number}"] = y_BD - x_BD
         for number, (part, before) in enumerate(zip(_parts(held), _parts(cache), strict=True)):
             for name, tensor in vars(part).items():
@@ -73,15 +82,15 @@ def _parts(cache) -> list[KVCache | DeltaCache]:
     return [cache]
 
 
-def _filled(cache):
-    """As after unlike numbers of rows a segment, the first as many as fit before the steps."""
+def _filled(cache, most: int):
+    """As after unlike numbers of rows a segment, the first with the most."""
     for part in _parts(cache):
         if isinstance(part, DeltaCache):
             drawn = part.tail_SJC, part.state_SHdd
         else:
             drawn = part.keys_SHLd, part.values_SHLd
-            part.used_S.copy_(torch.randint(0, HELD + 1, part.used_S.shape))
-            part.used_S[0] = HELD
+            part.used_S.copy_(torch.randint(0, most + 1, part.used_S.shape))
+            part.used_S[0] = most
         for held in drawn:
             held.copy_(torch.randn(held.shape))
     return cache
