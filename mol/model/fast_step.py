@@ -200,27 +200,28 @@ def _up(
 
 
 def takes_head(norm: nn.Module, x_BD: Tensor, embedding_VD: Tensor) -> bool:
-    """Whether `head_step` can run the final norm and the product with the embedding."""
+    """Whether `head_step` can run the product with the embedding, and the final norm before it."""
     fits = _one_precision(norm, x_BD) and embedding_VD.dtype == x_BD.dtype
     few = x_BD.shape[0] <= MOST_TOKENS and x_BD.shape[1] <= MOST_WIDTH
     return x_BD.is_cuda and not torch.is_grad_enabled() and fits and few
 
 
 @untraced
-def head_step(norm: nn.Module, x_BD: Tensor, embedding_VD: Tensor) -> Tensor:
-    """Logits [B, V] of norm(x), one launch."""
+def head_step(norm: nn.Module | None, x_BD: Tensor, embedding_VD: Tensor) -> Tensor:
+    """Logits [B, V] of norm(x), one launch; without a norm, of an x that has been through it."""
     from mol.ops.kernels import decode
     from mol.ops.kernels.decode_parts import launch
 
     x_BD = x_BD.contiguous()
     batch, (vocabulary, width) = x_BD.shape[0], embedding_VD.shape
     y_BV = x_BD.new_empty(batch, vocabulary)
-    bias = getattr(norm, "bias", None)
+    weight, bias = getattr(norm, "weight", x_BD), getattr(norm, "bias", None)
     lines = max(1, min(16, TILE // power(width)))
     launch(
         decode.logits, (-(-vocabulary // lines),),
-        x_BD, norm.weight, norm.weight if bias is None else bias, embedding_VD, y_BV, norm.eps,
-        B=batch, K=width, M=vocabulary, LAYER=bias is not None, DEEP=power(width), LINES=lines,
-        num_warps=warps(lines * power(width)),
+        x_BD, weight, weight if bias is None else bias, embedding_VD, y_BV,
+        0.0 if norm is None else norm.eps,
+        B=batch, K=width, M=vocabulary, NORM=norm is not None, LAYER=bias is not None,
+        DEEP=power(width), LINES=lines, num_warps=warps(lines * power(width)),
     )  # fmt: skip
     return y_BV

@@ -278,7 +278,10 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Product with the tied embedding, [..., D] to [..., V]."""
-        return F.linear(hidden, self.embedding.weight)
+        weight = self.embedding.weight
+        if hidden.dim() == 2 and fast_step.takes_head(self.norm, hidden, weight):
+            return fast_step.head_step(None, hidden, weight)
+        return F.linear(hidden, weight)
 
     def new_cache(self, batch: int, max_len: int) -> Cache:
         """Room for `max_len` tokens of each of `batch` sequences."""

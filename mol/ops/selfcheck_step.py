@@ -1,4 +1,5 @@
-"""The decode step that a machine takes against the layers' modules in fp64, for `selfcheck`.
+"""Prompts and decode steps as a machine runs them without gradients, for `selfcheck`: against the
+same layers in fp64, which no kernel takes, and for steps against the layers' modules.
 
 Shape suffixes: B sequences, D width of the model.
 """
@@ -21,20 +22,21 @@ from mol.ops.attention import Rope
 # many for the fused step (three rows each), so that rows share the reads of a block's matrices.
 FEW, MANY = (3, 700), (MOST_ROWS // 3 + 1, 40)
 D_MODEL, STEPS = 96, 3
+BATCH, PROMPT, MORE = 3, 250, 5  # a block has more rows of a sequence than a chunk of 64
+SPLIT = {"d_thin": 128, "n_heads": 2, "n_blocks": 6, "n_shared": 1, "top_k": 2, "d_ff": 93}
 
 
 def decode_steps(
     device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[str, Callable, Callable]]:
     """(name, fast, plain), which return outputs of three steps and what they change in caches."""
-    split = {"d_thin": 128, "n_heads": 2, "n_blocks": 6, "n_shared": 1, "top_k": 2, "d_ff": 93}
     dense = DenseLayer(n_heads=1, d_ff=93)
     config = ModelConfig(vocab_size=50, d_model=D_MODEL, n_layers=1, layer=dense)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layers = {
-            "hybrid stage": SplitStage(SplitLayer(**split, attention="deltanet"), D_MODEL),
-            "softmax stage": SplitStage(SplitLayer(**split), D_MODEL),
+            "hybrid stage": SplitStage(SplitLayer(**SPLIT, attention="deltanet"), D_MODEL),
+            "softmax stage": SplitStage(SplitLayer(**SPLIT), D_MODEL),
             "full-width layer": FullWidthLayer(config, dense),
         }
         for name, layer in layers.items():
@@ -49,6 +51,44 @@ def decode_steps(
                 fast = _run(layer, "step", x, cache, held, dtype)
                 plain = _run(layer, "plain_step", x, cache, held, torch.float64)
                 yield f"decode step, {name}{suffix}", fast, plain
+
+
+def prompts(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Callable, Callable]]:
+    """(name, fast, plain), which return outputs of a prompt and of what follows it, and caches."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for attention in ("deltanet", "softmax"):
+            stage = SplitStage(SplitLayer(**SPLIT, attention=attention), D_MODEL)
+            stage.init_weights(std=0.1, residual_std=0.1)
+            for name, weight in stage.named_parameters():
+                if "norm" in name:  # not ones, so that another block's would be seen
+                    nn.init.normal_(weight, 1, 0.5)
+            stage = stage.to(device=device, dtype=dtype)
+            x_BTD = torch.randn(BATCH, PROMPT + MORE, D_MODEL).to(device=device, dtype=dtype)
+            runs = (_prompted(stage, x_BTD, kind) for kind in (dtype, torch.float64))
+            yield f"prompt without gradients, {attention}", *runs
+
+
+def _prompted(
+    stage: SplitStage, x_BTD: Tensor, dtype: torch.dtype
+) -> Callable[[], dict[str, Tensor]]:
+    stage, x_BTD = copy.deepcopy(stage).to(dtype), x_BTD.to(dtype)
+    rope = Rope(stage.config.d_thin // stage.config.n_heads)
+
+    @torch.no_grad()
+    def run() -> dict[str, Tensor]:
+        cache = stage.new_cache(BATCH, PROMPT + MORE)
+        first_BTD, more_BTD = x_BTD.split([PROMPT, MORE], 1)
+        results = {
+            "prompt": stage(first_BTD, rope, cache)[0] - first_BTD,
+            "after it": stage(more_BTD, rope, cache, PROMPT)[0] - more_BTD,
+        }
+        for number, part in enumerate(_parts(cache)):
+            held = {f"{name}, {number}": tensor.double() for name, tensor in vars(part).items()}
+            results |= held
+        return results
+
+    return run
 
 
 def _run(

@@ -96,6 +96,7 @@ def test_the_head(norm):
     x_BD, embedding = torch.randn(2, D_MODEL, device=DEVICE), embedding.to(DEVICE)
     found = fast_step.head_step(norm, x_BD, embedding)
     compare(found, norm(x_BD) @ embedding.T, 1e-5)
+    compare(fast_step.head_step(None, x_BD, embedding), x_BD @ embedding.T, 1e-5)
 
 
 def test_a_full_cache_is_refused():
@@ -148,6 +149,8 @@ def test_a_model_goes_on_after_its_prompt(kind, monkeypatch):
     model, ids_BT = LanguageModel(config).to(DEVICE), torch.randint(50, (2, 6), device=DEVICE)
     whole_BTV = model.logits(model(ids_BT).hidden)
     cache = model.new_cache(2, 6)
-    model(ids_BT[:, :4], cache)
+    hidden_BTD = model(ids_BT[:, :4], cache).hidden
+    monkeypatch.setattr(fast_step, "takes_head", lambda *operands: True)
+    compare(model.logits(hidden_BTD[:, -1]), whole_BTV[:, 3], 1e-4)
     for time in (4, 5):
         compare(model.step(ids_BT[:, time], cache), whole_BTV[:, time], 1e-4)
