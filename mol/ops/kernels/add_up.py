@@ -6,7 +6,6 @@ PyTorch's sum over a leading dimension takes 13 us for the 792 parts of a norm (
 Shape suffixes: E blocks, P parts of each.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -30,15 +29,13 @@ def _add_up(
     tl.store(total + block * WIDTH + column, result, mask=inside)
 
 
-def add_up(part_EP: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum over the parts, [E, ...] in `dtype`, of contiguous fp32 [E, P, ...]: in fp32, in a fixed
-    order, rounded once."""
-    blocks, parts, *shape = part_EP.shape
-    total = part_EP.new_empty(blocks, *shape, dtype=dtype)
-    width = part_EP.stride(1)
+def add_up(part_EP: Tensor, total_E: Tensor) -> Tensor:
+    """`total_E` [E, ...], made the sum over the parts of fp32 [E, P, ...]; both contiguous.
+    Adds in fp32 and a fixed order, and rounds once."""
+    (blocks, parts), width = part_EP.shape[:2], part_EP.stride(1)
     rows = min(ROWS, triton.next_power_of_2(parts))
     _add_up[(triton.cdiv(width, COLUMNS), blocks)](
-        part_EP, total, parts, WIDTH=width, ROWS=rows, COLUMNS=COLUMNS,
+        part_EP, total_E, parts, WIDTH=width, ROWS=rows, COLUMNS=COLUMNS,
         num_warps=8 if rows == ROWS else 4,
     )  # fmt: skip
-    return total
+    return total_E

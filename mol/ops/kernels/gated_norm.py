@@ -119,7 +119,7 @@ def _gated_norm_backward(
         o_NHd.contiguous(), gate_NM, norm_Ed.contiguous(), offs_E, grad_NM.contiguous(), grad_o,
         grad_gate, part_norm, parts, eps, STRIDE=gate_NM.stride(0), **sizes,
     )  # fmt: skip
-    return grad_o, grad_gate, add_up(part_norm, norm_Ed.dtype)
+    return grad_o, grad_gate, add_up(part_norm, norm_Ed.new_empty(norm_Ed.shape))
 
 
 @_gated_norm_backward.register_fake

@@ -189,13 +189,14 @@ def _add_layer_norm_backward(
     shift and bias, as far as they are there."""
     programs, sizes = _sizes(summed, BACKWARD)
     grad_x, grad_a, sums_KD = _gradients(summed, a_dtype, biased, centered)
-    part_PKD = sums_KD.new_empty(1, programs, *sums_KD.shape)
+    part_PKD = sums_KD.new_empty(programs, *sums_KD.shape)
     _backward[(programs,)](
         *_contiguous(summed, weight_D, grad_summed, grad_normed), grad_x, grad_a, part_PKD,
         summed.numel() // summed.shape[-1], eps, KEPT=grad_summed is not None,
         APART=grad_a.numel() > 0, BIAS=biased, CENTER=centered, **sizes,
     )  # fmt: skip
-    return grad_x, grad_a, add_up(part_PKD, torch.float32)[0]
+    add_up(part_PKD[None], sums_KD[None])
+    return grad_x, grad_a, sums_KD
 
 
 def _gradients(

@@ -197,11 +197,13 @@ def delta_inputs_backward(
         grad_mixed, filters_ECJ, within_N, offs_E, grad_qkv, parts,
         CHANNELS=channels, WIDE=CHANNELS_AT_ONCE, ROWS=ROWS_AT_ONCE,
     )  # fmt: skip
-    grad_decay, grad_bias = add_up(part_rates, torch.float32).unbind(1)
+    grad_filters = add_up(part_filters, filters_ECJ.new_empty(filters_ECJ.shape))
+    grad_rates = add_up(part_rates, part_rates.new_empty(n_blocks, 2, heads))
+    grad_decay, grad_bias = grad_rates.unbind(1)
     return (
         grad_qkv,
         grad_ab,
-        add_up(part_filters, filters_ECJ.dtype),
+        grad_filters,
         grad_decay.to(decay_log_EH.dtype, copy=True).contiguous(),
         grad_bias.to(dt_bias_EH.dtype, copy=True).contiguous(),
     )

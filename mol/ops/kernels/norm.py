@@ -161,7 +161,7 @@ def _add_norm_backward(
     grad_NM: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of h, a, bias and weight; a's and the bias's are empty without a bias."""
-    grad_h, grad_a, grad_bias, _ = _gradients(h_NM, bias_EM, weight_EM)
+    grad_h, grad_a, grad_bias, grad_weight = _gradients(h_NM, bias_EM, weight_EM)
     n_blocks, width = weight_EM.shape
     parts, sizes = _sizes(h_NM, n_blocks)
     part_weight = h_NM.new_empty(n_blocks, parts, width, dtype=torch.float32)
@@ -172,8 +172,8 @@ def _add_norm_backward(
         part_weight, parts, eps, ADD=attended_NM is not None, BIAS=bias_EM is not None, **sizes,
     )  # fmt: skip
     if bias_EM is not None:
-        grad_bias = add_up(part_bias, bias_EM.dtype)
-    return grad_h, grad_a, grad_bias, add_up(part_weight, weight_EM.dtype)
+        add_up(part_bias, grad_bias)
+    return grad_h, grad_a, grad_bias, add_up(part_weight, grad_weight)
 
 
 def _gradients(h_NM: Tensor, bias_EM: Tensor | None, weight_EM: Tensor) -> tuple[Tensor, ...]:

@@ -170,7 +170,7 @@ def _bias_rope_backward(
         cos_TR, sin_TR, time_N, offs_E, *(grad.contiguous() for grad in grads), grad_qkv,
         part_bias, parts, **sizes,
     )  # fmt: skip
-    return grad_qkv, add_up(part_bias, bias_EP.dtype)
+    return grad_qkv, add_up(part_bias, bias_EP.new_empty(bias_EP.shape))
 
 
 @_bias_rope_backward.register_fake

@@ -225,8 +225,8 @@ def _backward(
     tokens, width = x_XD.shape
     n_blocks = router_ED.shape[0]
     parts = min(PARTS, -(-tokens // PART_ROWS))
-    grad_x = x_XD.new_empty(x_XD.shape)
-    part_PED = x_XD.new_empty(1, parts, n_blocks, width, dtype=torch.float32)
+    grad_x, grad_router = x_XD.new_empty(x_XD.shape), router_ED.new_empty(router_ED.shape)
+    part_PED = x_XD.new_empty(parts, n_blocks, width, dtype=torch.float32)
     padded = max(16, triton.next_power_of_2(n_blocks))
     chunk = _chunk(width, 128 if padded <= 32 else 64)
     _route_backward[(parts, triton.cdiv(width, chunk))](
@@ -235,7 +235,8 @@ def _backward(
         WIDTH=width, BLOCKS=n_blocks, SLOTS=chosen_Xk.shape[1], OVER_SELECTED=over_selected,
         ROWS=PART_ROWS, CHUNK=chunk, PADDED=padded, num_warps=4,
     )  # fmt: skip
-    return grad_x, add_up(part_PED, router_ED.dtype)[0]
+    add_up(part_PED[None], grad_router[None])
+    return grad_x, grad_router
 
 
 @_backward.register_fake
