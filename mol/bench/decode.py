@@ -65,7 +65,8 @@ def run(spec: DecodeBench, device: torch.device, seed: int) -> Outcome:
     that routed blocks change from call to call. Without one (at the shortest context only, and up
     to `UNCACHED_UP_TO` tokens) a call runs the whole context and takes the last position's logits;
     the two are timed in turn.
-    On a GPU both are compiled and captured as CUDA graphs; a call copies the ids and replays.
+    On a GPU both are captured as CUDA graphs, and what is not a chain of the project's kernels is
+    compiled before; a call copies the ids and replays.
     """
     metrics, notes = [], []
     for name, config in spec.models.items():
@@ -102,7 +103,7 @@ def _one_model(
         with torch.no_grad(), out_of_memory_noted(notes, what):
             x_BD = model.embedding(ids_CB[0])
             traced = {
-                True: on_gpu and not model.layers[0].steps_fused(x_BD),
+                True: on_gpu and not model.layers[0].steps_in_kernels(x_BD),
                 False: on_gpu and isinstance(model.layers[0], FullWidthLayer),
             }
             with layers_compiled(model, device, step=traced[True]):

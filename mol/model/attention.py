@@ -1,7 +1,8 @@
 """Softmax attention with biases, for one block or a stack of them (2.1).
 
 Shape suffixes: N packed rows, B sequences, T positions, M width of the block, H heads,
-d = M / H, E stacked blocks, S segments (block * B + sequence), L cache length.
+d = M / H, E stacked blocks, S segments (block * B + sequence), L cache length, P = 3 M columns of
+the projection (q, k, v).
 
     attention = SoftmaxAttention(width, n_heads)
     y_BTM = attention(x_BTM, rope)
@@ -64,6 +65,10 @@ class Stackable(nn.Module):
         """`weight` with its leading dimension E, 1 for a single block."""
         return weight[None] if self.stack is None else weight
 
+    def _project(self, x_NM: Tensor, plan: RoutePlan, weight: Tensor) -> Tensor:
+        """Each row times its block's matrix."""
+        return grouped_mm(x_NM, self.stacked(weight), plan.offs_E, plan.equal)
+
     def forward(self, x_BTM: Tensor, rope: Rope, cache=None, start: int = 0) -> Tensor:
         return self._biased(self.unbiased(x_BTM, rope, cache, start))
 
@@ -104,9 +109,6 @@ class SoftmaxAttention(Stackable):
     def bias(self) -> Tensor:
         return self.stacked(self.out_bias)
 
-    def _project(self, x_NM: Tensor, plan: RoutePlan, weight: Tensor) -> Tensor:
-        return grouped_mm(x_NM, self.stacked(weight), plan.offs_E, plan.equal)
-
     def packed(
         self,
         x_NM: Tensor,
@@ -120,7 +122,7 @@ class SoftmaxAttention(Stackable):
         end = start + plan.length
         check_room(cache, end)
         qkv = self._project(x_NM, plan, self.qkv)
-        q, k, v = biased_heads(qkv, self.stacked(self.qkv_bias), self.n_heads, rope, plan, start)
+        q, k, v = self._heads(qkv, rope, plan, start, end)
         if start:
             held = cache.keys_SHLd, cache.values_SHLd
             rows = plan.segment_N, plan.within_N, cache.used_S
@@ -134,6 +136,12 @@ class SoftmaxAttention(Stackable):
                 cache.values_SHLd[plan.segment_N, :, plan.within_N] = v.to(held)
                 cache.used_S.copy_(plan.cu_seqlens.diff())
         return self._project(o_NHd.reshape(x_NM.shape), plan, self.out)
+
+    def _heads(
+        self, qkv_NP: Tensor, rope: Rope, plan: RoutePlan, start: int | Tensor, end: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        bias_EP = self.stacked(self.qkv_bias)
+        return biased_heads(qkv_NP, bias_EP, self.n_heads, rope, plan, start, end)
 
     def new_cache(self, batch: int, max_len: int) -> KVCache:
         width = self.out.shape[-1]
@@ -155,9 +163,7 @@ class SoftmaxAttention(Stackable):
         elif position.numel() > 1:
             position = position[plan.segment_N % plan.batch]
         qkv = self._project(x_NM, plan, self.qkv)
-        qkv = qkv + plan.expand(self.stacked(self.qkv_bias).to(qkv.dtype))
-        q, k, v = qkv.view(x_NM.shape[0], 3, self.n_heads, -1).unbind(1)
-        q, k = rope(q, position, room), rope(k, position, room)
+        q, k, v = self._heads(qkv, rope, plan, position, room)
         # No segment holds more rows than there are positions.
         longest = position + 1 if isinstance(position, int) else room
         held = cache.keys_SHLd, cache.values_SHLd, plan.segment_N, cache.used_S

@@ -1,7 +1,8 @@
 """Gated DeltaNet layer, for one block or a stack of them (3.2; Yang et al., 2024).
 
 Shape suffixes: N packed rows, M width of the block, H heads, d = M / H, E stacked blocks,
-S segments (block * B + sequence), C = 3 M convolved channels, J = 4 taps.
+S segments (block * B + sequence), C = 3 M convolved channels, J = 4 taps, Z = 4 M + 2 H columns
+of the projection (q, k, v, gate, a, b).
 
 Same interface as `mol.model.attention.SoftmaxAttention`; the rotary table is ignored, since order
 comes from the convolution and the recurrence.
@@ -11,15 +12,12 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mol.model.attention import Stackable, branched
 from mol.ops.attention import Rope
 from mol.ops.dispatch import RoutePlan
-from mol.ops.gated_delta import gated_delta_rule, gated_delta_step
-from mol.ops.glue import delta_inputs, gated_norm, rates
-from mol.ops.grouped import grouped_mm
+from mol.ops.glue import delta_inputs, delta_step, gated_delta
 
 TAPS = 4
 
@@ -71,16 +69,6 @@ class GatedDeltaNet(Stackable):
             step = self.dt_bias.uniform_(math.log(1e-3), math.log(1e-1)).exp_()
             self.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # inverse softplus
 
-    def _project(self, x_NM: Tensor, plan: RoutePlan) -> tuple[Tensor, ...]:
-        """qkv [N, C], gate [N, M] and the rates a, b [N, 2 H]."""
-        width = x_NM.shape[1]
-        z = grouped_mm(x_NM, self.stacked(self.qkvg_ab), plan.offs_E, plan.equal)
-        return z.split([3 * width, width, 2 * self.n_heads], -1)
-
-    def _finish(self, o_NHd: Tensor, gate_NM: Tensor, plan: RoutePlan) -> Tensor:
-        gated_NM = gated_norm(o_NHd, gate_NM, self.stacked(self.norm), plan)
-        return grouped_mm(gated_NM, self.stacked(self.out), plan.offs_E, plan.equal)
-
     def packed(
         self,
         x_NM: Tensor,
@@ -91,24 +79,28 @@ class GatedDeltaNet(Stackable):
     ) -> Tensor:
         """The layer inside each segment; fills an empty cache, or continues one when `start`, the
         positions before, is not 0."""
-        qkv, gate, ab = self._project(x_NM, plan)
+        width = x_NM.shape[1]
+        z_NZ = self._project(x_NM, plan, self.qkvg_ab)
+        qkv, gate, ab = z_NZ.split([3 * width, width, 2 * self.n_heads], -1)
         filters = self.stacked(self.filters)
         before = None
         if start:
             before = self._conv_of_tail(cache.tail_SJC.to(qkv.dtype), filters.to(qkv.dtype), plan)
         decays = self.stacked(self.decay_log), self.stacked(self.dt_bias)
         inputs, unit = delta_inputs(qkv, ab, filters, *decays, plan, before)
-        o_NHd, state = gated_delta_rule(
-            *inputs,
-            plan.cu_seqlens,
+        gated_NM, state = gated_delta(
+            inputs,
+            unit,
+            gate,
+            self.stacked(self.norm),
+            plan,
             cache.state_SHdd if start else None,
             final_state=cache is not None,
-            unit=unit,
         )
         if cache is not None:
             cache.state_SHdd.copy_(state)
             cache.tail_SJC.copy_(self._new_tail(cache.tail_SJC, qkv, plan))
-        return self._finish(o_NHd, gate, plan)
+        return self._project(gated_NM, plan, self.out)
 
     @staticmethod
     def _conv_of_tail(tail_SJC: Tensor, filters_ECJ: Tensor, plan: RoutePlan) -> Tensor:
@@ -154,14 +146,12 @@ class GatedDeltaNet(Stackable):
         cache: DeltaCache,
     ) -> Tensor:
         """One new row for each segment of `plan` (of length 1)."""
-        segment_N = plan.segment_N
-        qkv, gate, ab = self._project(x_NM, plan)
-        window_NJC = torch.cat([cache.tail_SJC[segment_N], qkv[:, None]], 1)
-        cache.tail_SJC[segment_N] = window_NJC[:, 1:]
-        filters = self.stacked(self.filters).to(qkv.dtype)[plan.block_N]
-        mixed = F.silu(torch.einsum("njc,ncj->nc", window_NJC, filters))
-        q, k, v = mixed.view(mixed.shape[0], 3, self.n_heads, -1).unbind(1)
-        g, beta = rates(ab, self.stacked(self.decay_log), self.stacked(self.dt_bias), plan)
-        o_NHd, state = gated_delta_step(q, k, v, g, beta, cache.state_SHdd[segment_N])
-        cache.state_SHdd[segment_N] = state
-        return self._finish(o_NHd, gate, plan)
+        weights = (self.filters, self.decay_log, self.dt_bias, self.norm)
+        mixed_NM = delta_step(
+            self._project(x_NM, plan, self.qkvg_ab),
+            *(self.stacked(weight) for weight in weights),
+            cache.tail_SJC,
+            cache.state_SHdd,
+            plan,
+        )
+        return self._project(mixed_NM, plan, self.out)

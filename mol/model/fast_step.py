@@ -1,8 +1,9 @@
 """One decode step of a layer in seven launches, or five at full width, by Triton's kernels.
 
-Same results as `SplitStage.plain_step`, `FullWidthLayer.plain_step` and the head of
-`LanguageModel.step`, which stay the reference and serve whatever `takes_...` refuses. Prefill fills
-the same caches. Only shapes, buffers and launches here; `mol.ops.kernels.decode` says what runs.
+For few rows: each reads its block's matrices by itself. Same results as `SplitStage.plain_step`,
+`FullWidthLayer.plain_step` and the head of `LanguageModel.step`, which stay the reference and serve
+whatever `takes_...` refuses. Prefill fills the same caches. Only shapes, buffers and launches here;
+`mol.ops.kernels.decode` says what runs.
 
 Shape suffixes: N rows (S * B of shared blocks, then B * k of routed ones), B tokens, D = d_model,
 M width of a block, F its inner width, H heads, d head width, V vocabulary, P partial sums.
@@ -20,8 +21,14 @@ from mol.model.step_tiles import TILE, Rows, depth, grid, power, tiled, warps
 from mol.ops.attention import Rope
 from mol.ops.tracing import untraced
 
-# Beyond these, rows of one matrix should share its reads through matrix products.
+# Beyond these, rows of one matrix should share its reads through matrix products. For a stage:
+# rows, and bytes of matrices that its routed rows read, each by itself. From MoL 2.08B on one H200
+# (24 layers, 11 MB a routed block, three of 14 a token): 0.92 ms a token at batch 1 and 5.19 at 8
+# are 8.5 us a layer for each routed row and 13 for the rest. Sharing is estimated, not measured, at
+# 17 launches of 2.5 us and 3.5 us for each of the 1 + 14 (1 - (11 / 14)^B) blocks that B tokens
+# read: at batch 2 64 us either way, at 3 71 instead of 89. So the limit lies between 66 and 99 MB.
 MOST_ROWS = 32
+MOST_READ = 80e6
 MOST_TOKENS = 4  # at full width, where the longest product reads its weights once a token
 MOST_WIDTH = 4096  # of what a program holds whole, in a tile of 4096 x 16
 DEEPEST = 2048  # rows of a tile where one program adds up a whole column
@@ -38,16 +45,34 @@ def takes_layer(layer: nn.Module, x_BD: Tensor) -> bool:
 
 
 def fits_stage(stage: nn.Module, x_BD: Tensor) -> bool:
-    """What `takes_stage` asks on any device: router, precision and sizes."""
+    """What `takes_stage` asks on any device: kinds of parts, precision and sizes."""
     config, (batch, width) = stage.config, x_BD.shape
     rows = batch * (config.n_shared + _slots(stage))
+    weights = sum(w.numel() for w in stage.routed.parameters()) // config.n_routed
+    read = batch * _slots(stage) * weights * x_BD.element_size()
     return (
-        config.rank1 is None
-        and config.router in ("linear", "none")
-        and _one_precision(stage, x_BD)
+        _has_kernels(stage, x_BD)
         and rows <= MOST_ROWS
+        and (read <= MOST_READ or not _can_share(x_BD))
         and max(config.d_thin, width // 8, config.d_ff // 4) <= MOST_WIDTH
     )
+
+
+def shares_reads(stage: nn.Module, x_BD: Tensor) -> bool:
+    """Whether each part of `SplitStage.plain_step` on `x_BD` is a kernel or a product."""
+    on_kernels = x_BD.is_cuda and not torch.is_grad_enabled() and _can_share(x_BD)
+    return on_kernels and _has_kernels(stage, x_BD)
+
+
+def _can_share(x_BD: Tensor) -> bool:
+    """Grouped products in fp32 read the offsets on the host."""
+    return x_BD.element_size() == 2
+
+
+def _has_kernels(stage: nn.Module, x_BD: Tensor) -> bool:
+    config = stage.config
+    known = config.rank1 is None and config.router in ("linear", "none")
+    return known and _one_precision(stage, x_BD)
 
 
 def fits_layer(layer: nn.Module, x_BD: Tensor) -> bool:
@@ -175,27 +200,28 @@ def _up(
 
 
 def takes_head(norm: nn.Module, x_BD: Tensor, embedding_VD: Tensor) -> bool:
-    """Whether `head_step` can run the final norm and the product with the embedding."""
+    """Whether `head_step` can run the product with the embedding, and the final norm before it."""
     fits = _one_precision(norm, x_BD) and embedding_VD.dtype == x_BD.dtype
     few = x_BD.shape[0] <= MOST_TOKENS and x_BD.shape[1] <= MOST_WIDTH
     return x_BD.is_cuda and not torch.is_grad_enabled() and fits and few
 
 
 @untraced
-def head_step(norm: nn.Module, x_BD: Tensor, embedding_VD: Tensor) -> Tensor:
-    """Logits [B, V] of norm(x), one launch."""
+def head_step(norm: nn.Module | None, x_BD: Tensor, embedding_VD: Tensor) -> Tensor:
+    """Logits [B, V] of norm(x), one launch; without a norm, of an x that has been through it."""
     from mol.ops.kernels import decode
     from mol.ops.kernels.decode_parts import launch
 
     x_BD = x_BD.contiguous()
     batch, (vocabulary, width) = x_BD.shape[0], embedding_VD.shape
     y_BV = x_BD.new_empty(batch, vocabulary)
-    bias = getattr(norm, "bias", None)
+    weight, bias = getattr(norm, "weight", x_BD), getattr(norm, "bias", None)
     lines = max(1, min(16, TILE // power(width)))
     launch(
         decode.logits, (-(-vocabulary // lines),),
-        x_BD, norm.weight, norm.weight if bias is None else bias, embedding_VD, y_BV, norm.eps,
-        B=batch, K=width, M=vocabulary, LAYER=bias is not None, DEEP=power(width), LINES=lines,
-        num_warps=warps(lines * power(width)),
+        x_BD, weight, weight if bias is None else bias, embedding_VD, y_BV,
+        0.0 if norm is None else norm.eps,
+        B=batch, K=width, M=vocabulary, NORM=norm is not None, LAYER=bias is not None,
+        DEEP=power(width), LINES=lines, num_warps=warps(lines * power(width)),
     )  # fmt: skip
     return y_BV

@@ -1,7 +1,7 @@
 """Split stage: thin blocks side by side, routed by token, summed onto the residual (Eq. 2).
 
 Shape suffixes: B sequences, T positions, X = B T tokens, D = d_model, E routed blocks, k slots,
-N packed rows.
+N packed rows, C runs of tokens.
 
     stage = SplitStage(config, d_model)
     y_BTD, balance, routes_BTk = stage(x_BTD, rope)
@@ -11,6 +11,7 @@ N packed rows.
     y_BD = stage.step(x_BD, rope, position, cache)      # ... one token at a time
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,13 +40,19 @@ class StageCache:
         return StageCache(shared, self.routed.branch(parent_B, batch))
 
 
+# (blocks, x [X, D], plan, what the blocks' cache is) to their outputs [N, D].
+Run = Callable[[ThinBlocks, Tensor, RoutePlan, object | None], Tensor]
+
+
 @dataclass(frozen=True)
 class Routes:
-    """Softmax over the candidates, routed blocks first; the chosen and their w_i of Eq. 2."""
+    """Softmax over the candidates, routed blocks first; the chosen and their w_i of Eq. 2; from
+    the kernel also its counts of the chosen by runs of tokens, for the plan."""
 
     probability_XE: Tensor
     chosen_Xk: Tensor
     weights_Xk: Tensor
+    counts_EC: Tensor | None = None
 
     def spread(self, n_routed: int) -> Tensor:
         """w of every token and routed block [X, E], 0 where not chosen."""
@@ -103,34 +110,44 @@ class SplitStage(nn.Module):
         """(y [B, T, D], CV^2 balance loss (0-dim, 0 without router, None without gradients), routes
         [B, T, k] or None)."""
         batch, length, width = x_BTD.shape
-        x_XD = x_BTD.reshape(-1, width)
-        inner_XD = as_operand(x_XD, self.routed.down)
-        with aside(inner_XD) as beside:
-            shared_XD = self.shared_sum(inner_XD, batch, length, rope, cache, start)
-        routes = self.route(x_XD)
-        plan, weights = self._plan(routes, batch, length, x_XD.device)
-        routed_ND = self.routed(inner_XD, plan, rope, cache and cache.routed, start)
-        beside.join()
-        y_BTD = self._compose(x_XD, shared_XD, routed_ND, plan, weights).view_as(x_BTD)
+
+        def run(blocks: ThinBlocks, x_XD: Tensor, plan: RoutePlan, held: object | None) -> Tensor:
+            return blocks(x_XD, plan, rope, held, start)
+
+        y_XD, routes = self._sum(run, x_BTD.reshape(-1, width), batch, length, cache)
+        y_BTD = y_XD.view_as(x_BTD)
         if routes is None:
             return y_BTD, x_BTD.new_zeros((), dtype=torch.float32), None
         routes_BTk = routes.chosen_Xk.view(batch, length, -1)
         return y_BTD, balance_of(routes), routes_BTk
 
-    def shared_sum(
-        self,
-        x_XD: Tensor,
-        batch: int,
-        length: int,
-        rope: Rope,
-        cache: StageCache | None = None,
-        start: int = 0,
-    ) -> Tensor | None:
-        """What the shared blocks add up to, before it is scaled; None without any."""
+    def _sum(
+        self, run: Run, x_XD: Tensor, batch: int, length: int, cache: StageCache | None
+    ) -> tuple[Tensor, Routes | None]:
+        """Eq. 2 with blocks that `run` computes, on CUDA the shared ones beside the routed."""
+        held = cache or StageCache(None, None)
+        inner_XD = as_operand(x_XD, self.routed.down)
+        every = self._every(batch, length, x_XD.device)
+        shared_XD = None
+        with aside(inner_XD) as beside:
+            if every is not None:
+                shared_XD = every.combine(run(self.shared, inner_XD, every, held.shared))
+        routes = self.route(x_XD)
+        plan, weights = self._plan(routes, batch, length, x_XD.device)
+        routed_ND = run(self.routed, inner_XD, plan, held.routed)
+        beside.join()
+        return self._compose(x_XD, shared_XD, routed_ND, plan, weights), routes
+
+    def _every(self, batch: int, length: int, device: torch.device) -> RoutePlan | None:
+        """The shared blocks' plan. Plans are kept, and so made before any stream parts."""
         if self.shared is None:
             return None
-        plan = RoutePlan.full(self.config.n_shared, batch, length, x_XD.device)
-        return plan.combine(self.shared(x_XD, plan, rope, cache and cache.shared, start))
+        return RoutePlan.full(self.config.n_shared, batch, length, device)
+
+    def shared_sum(self, x_XD: Tensor, batch: int, length: int, rope: Rope) -> Tensor | None:
+        """What the shared blocks add up to, before it is scaled; None without any."""
+        plan = self._every(batch, length, x_XD.device)
+        return None if plan is None else plan.combine(self.shared(x_XD, plan, rope))
 
     def new_cache(self, batch: int, max_len: int) -> StageCache:
         shared = self.shared and self.shared.new_cache(batch, max_len)
@@ -138,27 +155,24 @@ class SplitStage(nn.Module):
 
     def step(self, x_BD: Tensor, rope: Rope, position: int | Tensor, cache: StageCache) -> Tensor:
         """One token a sequence, all at `position`; computes only the chosen blocks, [B, D]."""
-        if self.steps_fused(x_BD):
+        if fast_step.takes_stage(self, x_BD):
             return fast_step.stage_step(self, x_BD, rope, position, cache)
         return self.plain_step(x_BD, rope, position, cache)
 
-    def steps_fused(self, x_BD: Tensor) -> bool:
-        """Whether a step on `x_BD` is a few kernels of the project, which need no compiler."""
-        return fast_step.takes_stage(self, x_BD)
+    def steps_in_kernels(self, x_BD: Tensor) -> bool:
+        """Whether a step on `x_BD` is a chain of the project's kernels, which need no compiler."""
+        return fast_step.takes_stage(self, x_BD) or fast_step.shares_reads(self, x_BD)
 
     def plain_step(
         self, x_BD: Tensor, rope: Rope, position: int | Tensor, cache: StageCache
     ) -> Tensor:
-        """`step` as the layers' modules compute it: the fused step's reference."""
-        batch = x_BD.shape[0]
-        plan, weights = self._plan(self.route(x_BD), batch, 1, x_BD.device)
-        routed_ND = self.routed.step(x_BD, plan, rope, position, cache.routed)
-        shared_BD = None
-        if self.shared is not None:
-            every = RoutePlan.full(self.config.n_shared, batch, 1, x_BD.device)
-            shared_ND = self.shared.step(x_BD, every, rope, position, cache.shared)
-            shared_BD = every.combine(shared_ND)
-        return self._compose(x_BD, shared_BD, routed_ND, plan, weights)
+        """`step` as the layers' modules compute it: the fused step's reference, and what many rows
+        take, since the modules' products read a block's matrices once for all its rows."""
+
+        def run(blocks: ThinBlocks, x_BD: Tensor, plan: RoutePlan, held: object | None) -> Tensor:
+            return blocks.step(x_BD, plan, rope, position, held)
+
+        return self._sum(run, x_BD, x_BD.shape[0], 1, cache)[0]
 
     def inactive_parameters(self) -> int:
         """Weights of the routed blocks that a token leaves out."""
@@ -173,8 +187,10 @@ class SplitStage(nn.Module):
         if has_kernels(x_XD) and self.config.router == "linear":
             from mol.ops.kernels.route import route
 
-            probability_XE, *chosen = route(x_XD, self.router, self.config.top_k, over_selected)
-            return Routes(probability_XE, *reversed(chosen))
+            probability_XE, weights_Xk, chosen_Xk, counts_EC = route(
+                x_XD, self.router, self.config.top_k, over_selected
+            )
+            return Routes(probability_XE, chosen_Xk, weights_Xk, counts_EC)
         wide = torch.promote_types(self.router.dtype, torch.float32)
         with torch.autocast(x_XD.device.type, enabled=False):
             bias_E = None if self.router_bias is None else self.router_bias.to(wide)
@@ -193,7 +209,8 @@ class SplitStage(nn.Module):
         n_routed = self.config.n_routed
         if not self.full:
             chosen_BTk = routes.chosen_Xk.view(batch, length, -1)
-            return RoutePlan.routed(chosen_BTk, n_routed), routes.weights_Xk
+            plan = RoutePlan.routed(chosen_BTk, n_routed, routes.counts_EC)
+            return plan, routes.weights_Xk
         plan = RoutePlan.full(n_routed, batch, length, device)
         return plan, None if routes is None else routes.spread(n_routed)
 

@@ -157,12 +157,12 @@ class FullWidthLayer(nn.Module):
         return self.attention.new_cache(batch, max_len)
 
     def step(self, x_BD: Tensor, rope: Rope, position: int | Tensor, cache) -> Tensor:
-        if self.steps_fused(x_BD):
+        if self.steps_in_kernels(x_BD):
             return fast_step.dense_step(self, x_BD, rope, position, cache)
         return self.plain_step(x_BD, rope, position, cache)
 
-    def steps_fused(self, x_BD: Tensor) -> bool:
-        """Whether a step on `x_BD` is a few kernels of the project, which need no compiler."""
+    def steps_in_kernels(self, x_BD: Tensor) -> bool:
+        """Whether a step on `x_BD` is a chain of the project's kernels, which need no compiler."""
         return isinstance(self.ffn, DenseFFN) and fast_step.takes_layer(self, x_BD)
 
     def plain_step(self, x_BD: Tensor, rope: Rope, position: int | Tensor, cache) -> Tensor:
@@ -278,7 +278,10 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Product with the tied embedding, [..., D] to [..., V]."""
-        return F.linear(hidden, self.embedding.weight)
+        weight = self.embedding.weight
+        if hidden.dim() == 2 and fast_step.takes_head(self.norm, hidden, weight):
+            return fast_step.head_step(None, hidden, weight)
+        return F.linear(hidden, weight)
 
     def new_cache(self, batch: int, max_len: int) -> Cache:
         """Room for `max_len` tokens of each of `batch` sequences."""

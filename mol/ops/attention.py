@@ -142,9 +142,9 @@ def step_in_cache(
     Untraced, as a compiler would have to prove that the caches can be written in place.
     """
     if has_kernels(q_NHd):
-        from mol.ops.kernels import few_rows
+        from mol.ops.kernels import cache_attention
 
-        return few_rows.step_in_cache(
+        return cache_attention.step_in_cache(
             q_NHd, k_NHd, v_NHd, keys_SHLd, values_SHLd, segment_N, used_S
         )
     return step_in_cache_reference(

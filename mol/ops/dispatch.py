@@ -5,7 +5,8 @@ sequence stay in time order. One block's rows of one sequence form a segment. Ev
 the device: no size is read on the host.
 
 Shape suffixes: B sequences, T positions, k slots a token, E blocks, N = B T k packed rows,
-D width, M any width, P pairs in their own order; segments are numbered block * B + sequence.
+D width, M any width, P pairs in their own order, C runs of tokens; segments are numbered
+block * B + sequence.
 """
 
 import functools
@@ -43,14 +44,15 @@ class RoutePlan:
     cu_seqlens: Tensor  # int32 [E * B + 1]
 
     @classmethod
-    def routed(cls, idx_BTk: Tensor, n_blocks: int) -> "RoutePlan":
-        """Plan for the blocks `idx_BTk` (distinct along k, each below `n_blocks`)."""
+    def routed(cls, idx_BTk: Tensor, n_blocks: int, counts_EC: Tensor | None = None) -> "RoutePlan":
+        """Plan for the blocks `idx_BTk` (distinct along k, each below `n_blocks`); `counts_EC`, if
+        at hand, are those of `mol.ops.kernels.route` and save a launch."""
         batch, length, slots = idx_BTk.shape
         device = idx_BTk.device
         if has_kernels(idx_BTk):
             from mol.ops.kernels.plan import plan
 
-            tables = plan(idx_BTk.reshape(-1, slots), batch, length, n_blocks)
+            tables = plan(idx_BTk.reshape(-1, slots), batch, length, n_blocks, counts_EC)
             sizes = dict(n_blocks=n_blocks, batch=batch, length=length, slots=slots, equal=False)
             return cls(**sizes, **dict(zip(TABLES, tables, strict=True)))
         sequence_B = torch.arange(batch, device=device)

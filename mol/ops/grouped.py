@@ -14,10 +14,6 @@ from torch import Tensor
 from mol.ops.dispatch import RoutePlan
 from mol.ops.tracing import has_kernels, untraced
 
-# Rows of a decode step up to which CUDA reads matrices row by row: the grouped product spends
-# more time on setting itself up. Beyond it rows of one block should share their reads.
-FEW_ROWS = 32
-
 native_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
 # Tracing knows the product in bf16 alone, although CPUs run it in fp32 too.
 _untraced = untraced(native_mm)
@@ -47,7 +43,7 @@ def grouped_mm(
     assert not (gelu and add_NM is not None)
     x_NK = as_operand(x_NK, w_EKM)
     w_EKM = w_EKM.to(x_NK.dtype)
-    if _fuses(x_NK, w_EKM, x_NK.shape[0], equal):
+    if _fuses(x_NK, w_EKM, equal):
         from mol.ops.kernels.grouped_gemm import grouped_gemm
 
         return grouped_gemm(x_NK, w_EKM, offs_E, None, 1, gelu, add_NM)
@@ -75,7 +71,7 @@ def gathered_mm(x_XK: Tensor, w_EKM: Tensor, plan: RoutePlan) -> Tensor:
     if plan.equal and plan.n_blocks > 1 and has_kernels(operand_XK):
         shared_EXK = operand_XK.expand(plan.n_blocks, *operand_XK.shape)
         return torch.bmm(shared_EXK, w_EKM.to(operand_XK.dtype)).flatten(0, 1)
-    if _fuses(operand_XK, w_EKM, plan.order_N.shape[0], plan.equal):
+    if _fuses(operand_XK, w_EKM, plan.equal):
         from mol.ops.kernels.grouped_gemm import grouped_gemm
 
         w_EKM = w_EKM.to(operand_XK.dtype)
@@ -105,15 +101,11 @@ def _trains(x: Tensor, w_EKM: Tensor) -> bool:
     return aligned and has_kernels(x) and x.dtype == torch.bfloat16 and torch.is_grad_enabled()
 
 
-def _fuses(x: Tensor, w_EKM: Tensor, n_rows: int, equal: bool) -> bool:
-    """Whether the project's own product computes it; single matrices, equal groups and a handful
-    of rows have others that suit them."""
-    several = w_EKM.shape[0] > 1 and not equal and n_rows > FEW_ROWS
-    return several and x.element_size() == 2 and _infers(x)
-
-
-def _infers(x: Tensor) -> bool:
-    return has_kernels(x) and not torch.is_grad_enabled()
+def _fuses(x: Tensor, w_EKM: Tensor, equal: bool) -> bool:
+    """Whether the project's own product computes it; single matrices and equal groups have others
+    that suit them."""
+    several = w_EKM.shape[0] > 1 and not equal
+    return several and x.element_size() == 2 and has_kernels(x) and not torch.is_grad_enabled()
 
 
 def _sum(add_NM: Tensor, x_NK: Tensor, w_EKM: Tensor) -> Tensor:
@@ -136,10 +128,6 @@ def _product(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor, equal: bool) -> Tensor
     cuda = kind == "cuda"
     if x_NK.dtype not in ((torch.bfloat16,) if cuda else (torch.bfloat16, torch.float32)):
         return grouped_mm_reference(x_NK, w_EKM, offs_E)
-    if cuda and x_NK.shape[0] <= FEW_ROWS and not torch.is_grad_enabled():
-        from mol.ops.kernels.few_rows import few_rows_mm
-
-        return few_rows_mm(x_NK, w_EKM, offs_E)
     multiple = 16 // x_NK.element_size()
     pad_in, pad_out = -width_in % multiple, -width_out % multiple
     if not (pad_in or pad_out):

@@ -178,9 +178,13 @@ def _comparisons(device: torch.device, dtype: torch.dtype) -> Iterator[tuple]:
     )
     # Imported here, as models import this package.
     from mol.ops.selfcheck_layers import layers
-    from mol.ops.selfcheck_step import decode_steps
+    from mol.ops.selfcheck_step import decode_steps, prompts
 
-    for name, fast, plain in (*layers(device, dtype), *decode_steps(device, dtype)):
+    for name, fast, plain in (
+        *layers(device, dtype),
+        *prompts(device, dtype),
+        *decode_steps(device, dtype),
+    ):
         yield name, fast, plain, STAGE_TOLERANCES[dtype]
 
 

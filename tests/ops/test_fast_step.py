@@ -1,46 +1,32 @@
 """The fused decode step against `plain_step` of the same layer: outputs, and what caches hold."""
 
-import copy
-
 import pytest
 import torch
 from small_models import SMALL
-from torch import Tensor, nn
+from step_cases import (
+    D_MODEL,
+    DEVICE,
+    ROOM,
+    STAGES,
+    built,
+    compare,
+    filled,
+    poisoned,
+    split,
+    tensors,
+)
+from torch import nn
 
 from mol.model import fast_step, step_inside, step_tiles
-from mol.model.attention import KVCache
 from mol.model.config import DenseLayer, ModelConfig, SplitLayer
-from mol.model.delta import DeltaCache
-from mol.model.split_stage import SplitStage, StageCache
+from mol.model.split_stage import SplitStage
 from mol.model.transformer import FullWidthLayer, LanguageModel
 from mol.ops.attention import Rope
 
 pytest.importorskip("triton")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-D_MODEL, ROOM = 24, 9
 # Sums in another order, about ten products in a row; in bf16 the reference also rounds between
 # any two operations, 2^-9 each time.
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
-
-
-def split(**changes) -> SplitLayer:
-    base = {"d_thin": 12, "n_heads": 2, "n_blocks": 6, "n_shared": 1, "top_k": 2, "d_ff": 20}
-    return SplitLayer(**base | {"attention": "deltanet"} | changes)
-
-
-STAGES = {
-    "hybrid": (split(), 2),
-    "softmax": (split(attention="softmax"), 2),
-    "no shared, k = 1": (split(n_shared=0, top_k=1), 3),
-    "no shared, softmax": (split(n_shared=0, attention="softmax", divide_by_k=False), 1),
-    "two shared, k = 3": (split(n_shared=2, top_k=3, attention="softmax"), 1),
-    "k = 4 of 5": (split(top_k=4), 1),
-    "full coverage": (split(coverage="full", attention="softmax", weights_over="all"), 1),
-    "uniform": (split(router="none", top_k=5), 1),
-    "unit": (split(shared_weight="unit", weights_over="all"), 1),
-    "one head of 40": (split(d_thin=40, n_heads=1, d_ff=70), 1),
-    "one block": (split(n_blocks=1, n_shared=0, top_k=1, router="none", coverage="full"), 2),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -51,61 +37,6 @@ def small_tiles(monkeypatch):
         monkeypatch.setattr(module, "TILE", 1024)
     monkeypatch.setattr(fast_step, "DEEPEST", 64)
     torch.manual_seed(0)
-
-
-def built(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Random in all weights: unit norms or zero biases would hide a wrong block."""
-    with torch.no_grad():
-        for name, weight in module.named_parameters():
-            offset = 1.0 if "norm" in name and "bias" not in name else 0.0
-            weight.copy_(offset + 0.3 * torch.randn(weight.shape))
-    return module.to(DEVICE, dtype)
-
-
-def filled(cache, free: int):
-    """As after unlike numbers of rows a segment, at least `free` below what fits."""
-    if isinstance(cache, StageCache):
-        return StageCache(cache.shared and filled(cache.shared, free), filled(cache.routed, free))
-    if isinstance(cache, DeltaCache):
-        cache.tail_SJC.normal_()
-        cache.state_SHdd.normal_()
-        return cache
-    cache.used_S.random_(ROOM - free + 1)
-    cache.used_S[0] = ROOM - free
-    for held in (cache.keys_SHLd, cache.values_SHLd):
-        held.normal_().masked_fill_(unused(cache), 0)  # the reference multiplies them by 0
-    return cache
-
-
-def unused(cache: KVCache) -> Tensor:
-    line = torch.arange(cache.keys_SHLd.shape[2], device=DEVICE)
-    return (line >= cache.used_S[:, None])[:, None, :, None]
-
-
-def poisoned(cache):
-    """A copy with NaN where nothing is held."""
-    if isinstance(cache, StageCache):
-        return StageCache(cache.shared and poisoned(cache.shared), poisoned(cache.routed))
-    cache = copy.deepcopy(cache)
-    if isinstance(cache, KVCache):
-        for held in (cache.keys_SHLd, cache.values_SHLd):
-            held.masked_fill_(unused(cache), torch.nan)
-    return cache
-
-
-def tensors(cache) -> list[Tensor]:
-    """What two caches must agree on: of keys and values the rows in use, zeros for the others."""
-    if isinstance(cache, StageCache):
-        return [t for kind in (cache.shared, cache.routed) if kind for t in tensors(kind)]
-    if isinstance(cache, DeltaCache):
-        return [cache.tail_SJC, cache.state_SHdd]
-    both = (cache.keys_SHLd, cache.values_SHLd)
-    return [cache.used_S.double(), *(held.masked_fill(unused(cache), 0) for held in both)]
-
-
-def compare(found: Tensor, expected: Tensor, tolerance: float) -> None:
-    error, scale = (found.double() - expected.double()).norm(), expected.double().norm()
-    assert error <= tolerance * scale, f"relative error {error / scale:.2e}"
 
 
 @torch.no_grad()
@@ -165,6 +96,7 @@ def test_the_head(norm):
     x_BD, embedding = torch.randn(2, D_MODEL, device=DEVICE), embedding.to(DEVICE)
     found = fast_step.head_step(norm, x_BD, embedding)
     compare(found, norm(x_BD) @ embedding.T, 1e-5)
+    compare(fast_step.head_step(None, x_BD, embedding), x_BD @ embedding.T, 1e-5)
 
 
 def test_a_full_cache_is_refused():
@@ -172,6 +104,19 @@ def test_a_full_cache_is_refused():
     cache = stage.new_cache(1, ROOM)
     with pytest.raises(ValueError, match="larger max_len"):
         fast_step.stage_step(stage, torch.randn(1, D_MODEL, device=DEVICE), Rope(6), ROOM, cache)
+
+
+def test_many_sequences_share_their_reads():
+    """By the bytes of MoL 2.08B: fused up to two tokens, as far as rows of a block can share."""
+    layer = SplitLayer(
+        d_thin=512, n_heads=8, n_blocks=15, n_shared=1, top_k=3, d_ff=2048, attention="deltanet"
+    )
+    with torch.device("meta"):
+        stage = SplitStage(layer, 2048)
+    for dtype, most in ((torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 8)):
+        x_BD, stage = torch.zeros(11, 2048, dtype=dtype), stage.to(dtype)
+        assert [fast_step.fits_stage(stage, x_BD[:n]) for n in range(1, 12)].count(True) == most
+        assert fast_step.fits_stage(stage, x_BD[:most])
 
 
 def test_what_is_left_to_the_reference():
@@ -186,6 +131,12 @@ def test_what_is_left_to_the_reference():
         assert not fast_step.fits_stage(stage, x_BD)
     with torch.no_grad():
         assert fast_step.takes_stage(stage, x_BD) == x_BD.is_cuda
+        # Kernels for many rows: in 16 bits, as fp32's grouped products read on the host.
+        assert not fast_step.shares_reads(stage, x_BD)
+        low_BD = x_BD.bfloat16().repeat(5, 1)
+        assert fast_step.shares_reads(stage.bfloat16(), low_BD) == x_BD.is_cuda
+        assert stage.steps_in_kernels(low_BD) == x_BD.is_cuda
+        assert not fast_step.shares_reads(stage, low_BD.half())
 
 
 @torch.no_grad()
@@ -198,6 +149,8 @@ def test_a_model_goes_on_after_its_prompt(kind, monkeypatch):
     model, ids_BT = LanguageModel(config).to(DEVICE), torch.randint(50, (2, 6), device=DEVICE)
     whole_BTV = model.logits(model(ids_BT).hidden)
     cache = model.new_cache(2, 6)
-    model(ids_BT[:, :4], cache)
+    hidden_BTD = model(ids_BT[:, :4], cache).hidden
+    monkeypatch.setattr(fast_step, "takes_head", lambda *operands: True)
+    compare(model.logits(hidden_BTD[:, -1]), whole_BTV[:, 3], 1e-4)
     for time in (4, 5):
         compare(model.step(ids_BT[:, time], cache), whole_BTV[:, time], 1e-4)

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from mol.ops import gated_delta
 from mol.ops.gated_delta import (
+    by_fla,
     chunked_gated_delta_rule,
+    fuses_norm,
     gated_delta_rule,
     gated_delta_step,
     naive_gated_delta_rule,
@@ -124,3 +127,15 @@ def test_chunk_table_of_the_kernel(lengths):
     assert len(table) == sum(lengths) // CHUNK + len(lengths)
     for segment, chunk in table[len(expected) :]:
         assert chunk * CHUNK >= lengths[segment]
+
+
+def test_where_norm_and_gate_are_part_of_the_kernels(monkeypatch):
+    narrow, wide = torch.zeros(3, 1, 128), torch.zeros(3, 1, 129)
+    with torch.no_grad():
+        assert not fuses_norm(narrow, narrow)
+    monkeypatch.setattr(gated_delta, "has_kernels", lambda tensor: True)
+    assert not fuses_norm(narrow, narrow)  # gradients go through the operators
+    with torch.no_grad():
+        assert fuses_norm(narrow, narrow) and not fuses_norm(narrow, wide)
+        with by_fla():
+            assert not fuses_norm(narrow, narrow)

@@ -14,6 +14,7 @@ from mol.ops.kernels.delta import (  # noqa: E402
     CHUNK,
     delta_rule,
     delta_rule_op,
+    gated_delta_rule,
 )
 
 recurrence = functools.partial(naive_gated_delta_rule, unit=True)
@@ -182,3 +183,52 @@ def test_strided_inputs_and_registration():
         (*(t.requires_grad_() for t in tensors), cu_seqlens, state, True, True),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
+
+
+def gated_parts(tensors, blocks):
+    """Gate and norm weights: rows of the gate lie apart, NaN between and behind them."""
+    rows, heads, width = tensors[2].shape
+    generator = torch.Generator().manual_seed(2)
+    drawn = torch.randn(rows, heads * width, generator=generator)
+    wide = torch.full((rows + 3, heads * width + 5), torch.nan)
+    wide[:rows, : heads * width] = drawn
+    gate = wide.to(tensors[2])[:rows, : heads * width]
+    return gate, torch.randn(blocks, width, generator=generator).to(DEVICE)
+
+
+def gated_reference(tensors, cu_seqlens, state, gate, norm, eps):
+    o, final = recurrence(*(t.double() for t in tensors), cu_seqlens, state, True)
+    lengths = cu_seqlens.diff().view(norm.shape[0], -1).sum(1).long()
+    weight = norm.double().repeat_interleave(lengths, 0)[:, None]
+    normed = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + eps) * weight
+    return normed.flatten(1) * F.silu(gate.double()), final
+
+
+# Segments of each sequence of each block: blocks, then lengths.
+GATED = [(3, [0, 70, 0, 0, 5, 64]), (1, [1]), (2, [0, 0])]
+
+
+@pytest.mark.parametrize("blocks, lengths", GATED, ids=str)
+@pytest.mark.parametrize("with_state", [True, False])
+def test_norm_and_gate_inside(blocks, lengths, with_state, nan_memory):
+    """In several precisions, heads of an odd width, and outputs so small that epsilon counts."""
+    for dtype, value_width in ((torch.float32, 12), (torch.bfloat16, 16)):
+        tensors, cu_seqlens, state = inputs(lengths, 2, 16, value_width, dtype)
+        tensors[2] /= 8
+        state = state / 8 if with_state else None
+        operands = gated_parts(tensors, blocks)
+        found = gated_delta_rule(tensors, cu_seqlens, state, True, *operands, 1e-3)
+        wide = None if state is None else state.double()
+        expected = gated_reference(tensors, cu_seqlens, wide, *operands, 1e-3)
+        assert found[0].dtype == dtype and found[1].dtype == torch.float32
+        for fast, exact in zip(found, expected, strict=True):
+            assert fast.shape == exact.shape
+            assert error(fast, exact) <= TOLERANCES[dtype]
+
+
+def test_norm_and_gate_leave_rows_past_the_end(nan_memory):
+    tensors, cu_seqlens, _ = inputs([3, 2], 1)
+    operands = gated_parts(tensors, 2)
+    cu_seqlens = cu_seqlens.clamp(max=4)
+    output, final = gated_delta_rule(tensors, cu_seqlens, None, False, *operands, 1e-5)
+    assert output[:4].isfinite().all() and output[4].isnan().all() and final is None

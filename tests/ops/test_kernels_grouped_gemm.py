@@ -1,5 +1,7 @@
 """The grouped product with gathered rows, GELU and addition against row by row products in fp64."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -83,15 +85,29 @@ def test_products(name, how, slots, monkeypatch, nan_memory):
     check(grouped_gemm(*given, False, add), expected + add.double())
 
 
-@pytest.mark.parametrize("rows_a_block", [1, 100, 4000])
+@pytest.mark.parametrize("rows_a_block", [1, 13, 25, 60, 100, 4000])
 @pytest.mark.parametrize("widths", [(192, 520), (37, 70)], ids=str)
 def test_every_rule_for_tiles_computes(rows_a_block, widths, nan_memory):
-    """Tiles chosen for many rows compute few of them, too."""
-    sizes = [7, 0, 3]
-    tiles = kernels.tiles_for(False, *widths, False, rows_a_block)
+    """Tiles chosen for many rows compute few of them, too, and the other way round."""
+    sizes = [7, 0, 35]
+    tiles = kernels.tiles_for(False, *widths, False, 3 * rows_a_block, 3)
     x, w, offs, _ = operands(sizes, *widths, BF16)
-    expected = plain(x, w, sizes, range(10))
+    expected = plain(x, w, sizes, range(42))
     check(kernels.launch(tiles, x, w, offs, None, 1, False, None), expected)
+
+
+@pytest.mark.parametrize("width_out", [512, 2064])
+@pytest.mark.parametrize("sequences", [3, 8, 32, 64, 128])
+def test_a_decode_step_keeps_an_h200_reading(width_out, sequences):
+    """MoL 2.08B's products, three of 14 blocks a token: at least 29 KB under way for each of 132
+    multiprocessors when all blocks have rows, in programs that fit beside each other."""
+    tiles = kernels.tiles_for(True, 2048, width_out, False, 3 * sequences, 14)
+    programs = 14 * math.ceil(width_out / tiles.columns)
+    staged = tiles.depth * tiles.columns * 2
+    assert programs * (tiles.stages - 1) * staged >= 132 * 29_000
+    shared_memory = tiles.stages * (staged + tiles.depth * tiles.rows * 2)
+    assert min(programs / 132, 2) * shared_memory <= 227 * 1024
+    assert tiles.rows >= 3 * sequences / 14
 
 
 @pytest.mark.filterwarnings("ignore:overflow")

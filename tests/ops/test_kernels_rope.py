@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 
 from mol.ops import glue
 from mol.ops.attention import Rope
+from mol.ops.dispatch import RoutePlan
 from mol.ops.kernels.rope import bias_rope
 
 pytestmark = pytest.mark.usefixtures("nan_memory")
@@ -26,7 +27,7 @@ def compare_rope(case, rows, weights):
     tables = rope.tables(plan.length, DEVICE, torch.float32)
     found = compare(
         lambda qkv, bias: bias_rope(qkv, bias, *tables, plan.time_N, plan.offs_E),
-        lambda qkv, bias: glue.biased_heads(qkv, bias, heads, rope, plan, 0),
+        lambda qkv, bias: glue.biased_heads(qkv, bias, heads, rope, plan, 0, plan.length),
         operands(plan, route[2], heads, width),
         [rows, weights],
     )
@@ -49,6 +50,19 @@ def test_several_tiles_a_program(long_programs):
 )
 def test_bias_rope_in_low_precision(rows, weights):
     compare_rope((2, 10, 4, 2, 2, 16), rows, weights)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("time", [5, torch.tensor([5]), torch.tensor([5, 0, 9, 2, 7, 7])], ids=str)
+def test_a_step_at_a_position_of_all_or_of_each(time, monkeypatch):
+    plan, rope = RoutePlan.full(2, 3, 1, torch.device(DEVICE)), Rope(12)
+    qkv, bias = (t.to(DEVICE) for t in operands(plan, 2, 2, 12))
+    time = time if isinstance(time, int) else time.to(DEVICE)
+    expected = glue.biased_heads(qkv, bias, 2, rope, plan, time, 10)
+    monkeypatch.setattr(glue, "has_kernels", lambda tensor: True)
+    found = glue.biased_heads(qkv.float(), bias.float(), 2, rope, plan, time, 10)
+    for mine, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.double(), want, rtol=0, atol=1e-5)
 
 
 def test_compilers_know_the_shapes_and_gradients():

@@ -8,8 +8,9 @@ pytest.importorskip("triton")
 from mol.model.config import SplitLayer
 from mol.model.split_stage import SplitStage
 from mol.ops.dispatch import RoutePlan
+from mol.ops.kernels import plan as planning
 from mol.ops.kernels.plan import plan
-from mol.ops.kernels.route import route
+from mol.ops.kernels.route import route, tile_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -72,11 +73,14 @@ def test_route_and_its_gradients(name, monkeypatch):
     tokens, width, n_blocks, slots, over_selected, dtype, router_dtype = CASES[name]
     x_XD = framed(torch.randn(tokens, width).to(dtype))
     router_ED = framed((2 * torch.randn(n_blocks, width) / width**0.5).to(router_dtype))
-    probability_XE, weights_Xk, chosen_Xk = route(x_XD, router_ED, slots, over_selected)
+    probability_XE, weights_Xk, chosen_Xk, counts_EC = route(x_XD, router_ED, slots, over_selected)
     plain_x_XD = x_XD.detach().double().requires_grad_()
     plain, plain_router_ED = stage_routes(plain_x_XD, router_ED, slots, over_selected)
     assert probability_XE.dtype == weights_Xk.dtype == FP32 and chosen_Xk.dtype == torch.int64
     assert torch.equal(chosen_Xk, plain.chosen_Xk)
+    named_XE = torch.nn.functional.one_hot(chosen_Xk, n_blocks).sum(1)
+    by_runs = torch.stack([run.sum(0) for run in named_XE.split(tile_rows(tokens))], 1)
+    assert counts_EC.dtype == torch.int32 and torch.equal(counts_EC, by_runs.int())
     close = dict(rtol=2e-5, atol=1e-6, check_dtype=False)
     torch.testing.assert_close(probability_XE, plain.probability_XE, **close)
     torch.testing.assert_close(weights_Xk, plain.weights_Xk, **close)
@@ -101,7 +105,7 @@ def test_route_and_its_gradients(name, monkeypatch):
 @pytest.mark.parametrize("wanted", ["probability", "weights"])
 def test_gradient_through_one_output_alone(wanted):
     x_XD, router_ED = framed(torch.randn(40, 20)), framed(torch.randn(6, 20))
-    probability_XE, weights_Xk, _ = route(x_XD, router_ED, 2, True)
+    probability_XE, weights_Xk, *_ = route(x_XD, router_ED, 2, True)
     plain_x_XD = x_XD.detach().double().requires_grad_()
     plain, plain_router_ED = stage_routes(plain_x_XD, router_ED, 2, True)
     outputs = {
@@ -123,7 +127,7 @@ def test_equal_scores_go_to_the_lower_number(tokens):
     """Small whole numbers make exact scores, and repeated router rows equal ones."""
     x_XD = torch.randint(-2, 3, (tokens, 16), device=DEVICE).float()
     router_ED = torch.randint(-1, 2, (3, 16), device=DEVICE).float().repeat(3, 1)
-    probability_XE, weights_Xk, chosen_Xk = route(x_XD, router_ED, 5, False)
+    probability_XE, weights_Xk, chosen_Xk, _ = route(x_XD, router_ED, 5, False)
     ordered_XE, number_XE = probability_XE.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(chosen_Xk, number_XE[:, :5])
     assert torch.equal(weights_Xk, ordered_XE[:, :5])
@@ -135,7 +139,7 @@ def test_a_row_of_nan_still_names_distinct_blocks(tokens):
     """A plan of such routes must not lead a kernel out of its memory."""
     x_XD = torch.randn(tokens, 8, device=DEVICE)
     x_XD[1] = float("nan")
-    _, weights_Xk, chosen_Xk = route(x_XD, torch.randn(6, 8, device=DEVICE), 4, True)
+    _, weights_Xk, chosen_Xk, _ = route(x_XD, torch.randn(6, 8, device=DEVICE), 4, True)
     assert chosen_Xk[1].tolist() == [0, 1, 2, 3]
     assert weights_Xk[1].isnan().all() and not weights_Xk[0].isnan().any()
 
@@ -159,6 +163,7 @@ PLANS = [
     (1, 1, 3, 14),
     (1, 1, 64, 64),
     (64, 1, 3, 14),
+    (129, 1, 3, 14),
     (257, 1, 2, 5),
     (1, 255, 3, 14),
     (1, 256, 2, 10),
@@ -198,8 +203,39 @@ def test_plan_of_long_sequences(monkeypatch):
     check_plan(torch.rand(2, 1100, 6).argsort(-1)[..., :2], 6)
 
 
+# (sequences, positions, whether the counts of `route` serve): a token a run, 16, 64, ...
+COUNTED = {
+    "a token a run": (2, 50, True),
+    "one sequence": (1, 215, True),
+    "whole runs": (3, 48, True),
+    "runs of two sequences": (3, 70, False),
+    "steps of many sequences": (150, 1, True),
+    "tall": (2, 192, True),
+    "tall, one sequence": (1, 331, True),
+    "tall, runs of two sequences": (2, 200, False),
+    "more runs than programs": (1, 255, False),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_plan_by_the_counts_of_the_choice(name, monkeypatch):
+    batch, length, serve = COUNTED[name]
+    monkeypatch.setattr("mol.ops.kernels.route.TALL", 330)
+    monkeypatch.setattr(planning, "PLANNERS", 15 if name == "more runs than programs" else 512)
+    x_XD, router_ED = torch.randn(batch * length, 24), torch.randn(14, 24)
+    router_ED[1] = 0  # a block that few tokens name
+    *_, chosen_Xk, counts_EC = route(x_XD.to(DEVICE), router_ED.to(DEVICE), 2, True)
+    expected = plan(chosen_Xk, batch, length, 14)
+    if serve:
+        monkeypatch.setattr(planning, "_count", None)
+    found = plan(chosen_Xk, batch, length, 14, counts_EC)
+    assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+
+
 def test_operators_as_a_compiler_sees_them():
     x_XD, router_ED = framed(torch.randn(5, 20)), framed(torch.randn(6, 20))
     torch.library.opcheck(route.recorded, (x_XD, router_ED, 2, True))
     chosen_Xk = torch.rand(10, 6, device=DEVICE).argsort(-1)[:, :2].contiguous()
     torch.library.opcheck(plan.recorded, (chosen_Xk, 2, 5, 6))
+    counts_EC = route(x_XD.repeat(2, 1), router_ED, 2, True)[3]
+    torch.library.opcheck(plan.recorded, (chosen_Xk, 2, 5, 6, counts_EC))

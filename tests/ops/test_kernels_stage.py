@@ -87,3 +87,25 @@ def test_block_by_block(monkeypatch):
     found = loop(stage)(x_BTD, rope)[0]
     monkeypatch.undo()
     torch.testing.assert_close(found, reference_stage(stage, x_BTD, rope), rtol=0, atol=2e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["hybrid", "full"])
+def test_prompts_and_the_caches_they_fill(name, monkeypatch):
+    """Without gradients, where other kernels run: a prompt into an empty cache, and more of it."""
+    stage, rope = make(name, monkeypatch)
+    x_BTD = torch.randn(2, 87, 48, device=DEVICE)
+
+    def prompted(first=70):
+        cache = stage.new_cache(2, 87)
+        outputs = [stage(x_BTD, rope)[0], stage(x_BTD[:, :first], rope, cache)[0]]
+        outputs.append(stage(x_BTD[:, first:], rope, cache, first)[0])
+        parts = [part for part in (cache.shared, cache.routed) if part is not None]
+        return outputs, [held for part in parts for held in vars(part).values()]
+
+    outputs, held = prompted()
+    monkeypatch.undo()
+    plain_outputs, plain_held = prompted()
+    for mine, plain in zip([*outputs, *held], [*plain_outputs, *plain_held], strict=True):
+        scale = plain.abs().max().clamp(min=1.0).item()
+        torch.testing.assert_close(mine, plain, rtol=0, atol=2e-5 * scale)

@@ -12,7 +12,7 @@ from mol.ops import selfcheck
 def test_all_pass_on_this_cpu(capsys):
     assert main(["selfcheck", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert len(rows) == 38 and all(row["passed"] for row in rows)
+    assert len(rows) == 46 and all(row["passed"] for row in rows)
     assert {row["dtype"] for row in rows} == {"float64", "float32"}
     assert all(row["error"] <= row["tolerance"] < 1e-3 for row in rows)
     assert sum(row["error"] > 0 for row in rows) > 15  # two paths, not one compared with itself

@@ -12,6 +12,7 @@ Shape suffixes: N packed rows, S segments, H heads, d key width, e value width (
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from mol.ops.gated_delta.chunked import chunked_gated_delta_rule
@@ -27,9 +28,11 @@ from mol.ops.tracing import has_kernels, untraced
 __all__ = [
     "by_fla",
     "chunked_gated_delta_rule",
+    "fuses_norm",
     "gated_delta_rule",
     "gated_delta_step",
     "naive_gated_delta_rule",
+    "normed_gated_delta_rule",
 ]
 
 WIDEST_HEAD = 128  # that the project's kernels take
@@ -65,14 +68,48 @@ def gated_delta_rule(
     initial state is zero unless given. `unit`: q and k are L2-normalized. On CUDA the project's
     kernels run, or inside `by_fla` the library's; otherwise the chunked form in PyTorch.
     """
-    others = v_NHe, g_NH, beta_NH, cu_seqlens, state_SHde, final_state
-    kernels = has_kernels(v_NHe) and max(q_NHd.shape[-1], v_NHe.shape[-1]) <= WIDEST_HEAD
-    if not kernels or _by_fla:
-        rule = fla_gated_delta_rule if kernels else chunked_gated_delta_rule
-        return rule(q_NHd, k_NHd, *others, unit)
+    inputs = q_NHd, k_NHd, v_NHe, g_NH, beta_NH
+    others = cu_seqlens, state_SHde, final_state
+    if not _kernels_fit(q_NHd, v_NHe):
+        return chunked_gated_delta_rule(*inputs, *others, unit)
+    if _by_fla:
+        return fla_gated_delta_rule(*inputs, *others, unit)
     from mol.ops.kernels.delta import delta_rule
 
-    q, k = q_NHd, k_NHd
+    return delta_rule(*_kernel_inputs(inputs, unit), *others)
+
+
+def fuses_norm(q_NHd: Tensor, v_NHe: Tensor) -> bool:
+    """Whether `normed_gated_delta_rule` takes these tensors here: where no gradients are recorded
+    and the project's kernels run."""
+    return _kernels_fit(q_NHd, v_NHe) and not _by_fla and not torch.is_grad_enabled()
+
+
+@untraced
+def normed_gated_delta_rule(
+    inputs: tuple[Tensor, ...],
+    cu_seqlens: Tensor,
+    state_SHde: Tensor | None,
+    final_state: bool,
+    unit: bool,
+    *normed: Tensor | float,
+) -> tuple[Tensor, Tensor | None]:
+    """`gated_delta_rule` of `inputs`, whose outputs are normed and gated before they are stored:
+    [N, H e]. `normed`: gate, weight and epsilon of `mol.ops.glue.gated_norm`."""
+    from mol.ops.kernels.delta import gated_delta_rule
+
+    return gated_delta_rule(
+        _kernel_inputs(inputs, unit), cu_seqlens, state_SHde, final_state, *normed
+    )
+
+
+def _kernels_fit(q_NHd: Tensor, v_NHe: Tensor) -> bool:
+    return has_kernels(v_NHe) and max(q_NHd.shape[-1], v_NHe.shape[-1]) <= WIDEST_HEAD
+
+
+def _kernel_inputs(inputs: tuple[Tensor, ...], unit: bool) -> tuple[Tensor, ...]:
+    """q and k of unit length and in v's precision."""
+    q, k, v, *rates = inputs
     if not unit:
         q, k = (l2norm(t.to(compute_dtype(t))) for t in (q, k))
-    return delta_rule(q.to(v_NHe.dtype), k.to(v_NHe.dtype), *others)
+    return q.to(v.dtype), k.to(v.dtype), v, *rates

@@ -294,10 +294,10 @@ def up(
 @triton.jit
 def logits(
     x, norm, norm_bias, w, y, eps,
-    B: tl.constexpr, K: tl.constexpr, M: tl.constexpr, LAYER: tl.constexpr, DEEP: tl.constexpr,
-    LINES: tl.constexpr, PDL: tl.constexpr,
+    B: tl.constexpr, K: tl.constexpr, M: tl.constexpr, NORM: tl.constexpr, LAYER: tl.constexpr,
+    DEEP: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """norm(x) times the rows of the embedding [M, K]; a program's rows serve all tokens."""
+    """x, or norm(x), times the rows of the embedding [M, K]; a program's rows serve all tokens."""
     line, k = tl.program_id(0) * LINES + tl.arange(0, LINES), tl.arange(0, DEEP)
     inside = k < K
     mask = (line < M)[:, None] & inside[None, :]
@@ -305,6 +305,7 @@ def logits(
     wait_for_inputs(PDL)
     for token in range(B):
         row = tl.load(x + token * K + k, mask=inside, other=0.0).to(tl.float32)
-        row = normed(row, inside, k, norm, norm_bias, eps, K, LAYER)
+        if NORM:
+            row = normed(row, inside, k, norm, norm_bias, eps, K, LAYER)
         result = tl.sum(w_tile.to(tl.float32) * row[None, :], 1).to(y.dtype.element_ty)
         tl.store(y + token * M + line, result, mask=line < M)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from mol.ops.kernels.decode_parts import group_of, product, tile_of, wait_for_inputs
+from mol.ops.kernels.delta_step import head_step
 
 
 @triton.jit
@@ -90,67 +91,6 @@ def _attend(
         tl.store(part_o + slot * WIDTH + column, joined, mask=inside)
 
 
-@triton.jit
-def _convolved(z, tail, filters, channel, inside, C: tl.constexpr):
-    """Four taps over the remembered rows and the new one, then SiLU; and the rows to remember."""
-    new = tl.load(z + channel, mask=inside, other=0.0)
-    one = tl.load(tail + C + channel, mask=inside, other=0.0)
-    two = tl.load(tail + 2 * C + channel, mask=inside, other=0.0)
-    y = tl.load(tail + channel, mask=inside, other=0.0).to(tl.float32) * tl.load(
-        filters + channel * 4, mask=inside, other=0.0
-    )
-    y += one.to(tl.float32) * tl.load(filters + channel * 4 + 1, mask=inside, other=0.0)
-    y += two.to(tl.float32) * tl.load(filters + channel * 4 + 2, mask=inside, other=0.0)
-    y += new * tl.load(filters + channel * 4 + 3, mask=inside, other=0.0)
-    return y * tl.sigmoid(y), one, two, new.to(tail.dtype.element_ty)
-
-
-@triton.jit
-def _keep(tail, channel, inside, one, two, new, C: tl.constexpr):
-    tl.store(tail + channel, one, mask=inside)
-    tl.store(tail + C + channel, two, mask=inside)
-    tl.store(tail + 2 * C + channel, new, mask=inside)
-
-
-@triton.jit
-def _delta(
-    z, tail, state, filters, decay_log, dt_bias, norm, mixed, head, scale, eps,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """One head's step of the gated delta rule (mol.ops.gated_delta), its convolution and gate:
-    changes tail [3, C] and state [H, d, d]."""
-    M: tl.constexpr = HEADS * WIDTH
-    row, column = tl.arange(0, WIDE), tl.arange(0, WIDE)
-    inside = column < WIDTH
-    at = (head * WIDTH + row)[:, None] * WIDTH + column[None, :]
-    mask = (row < WIDTH)[:, None] & inside[None, :]
-    held = tl.load(state + at, mask=mask, other=0.0)
-    channel = head * WIDTH + column
-    q, q_one, q_two, q_new = _convolved(z, tail, filters, channel, inside, 3 * M)
-    k, k_one, k_two, k_new = _convolved(z, tail, filters, M + channel, inside, 3 * M)
-    v, v_one, v_two, v_new = _convolved(z, tail, filters, 2 * M + channel, inside, 3 * M)
-    gate = tl.load(z + 3 * M + channel, mask=inside, other=0.0)
-    a = tl.load(z + 4 * M + head) + tl.load(dt_bias + head).to(tl.float32)
-    beta = tl.sigmoid(tl.load(z + 4 * M + HEADS + head))
-    softplus = tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a)))
-    decay = tl.exp(-tl.exp(tl.load(decay_log + head).to(tl.float32)) * softplus)
-    q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale
-    k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-    held *= decay
-    u = beta * (v - tl.sum(held * k[:, None], 0))
-    # S'^T q with S' = held + k u^T, so that both sums over the state run at once.
-    o = tl.sum(held * q[:, None], 0) + tl.sum(q * k, 0) * u
-    y = o * tl.rsqrt(tl.sum(o * o, 0) / WIDTH + eps)
-    y *= tl.load(norm + column, mask=inside, other=0.0).to(tl.float32) * gate * tl.sigmoid(gate)
-    tl.store(mixed + channel, y, mask=inside)
-    # Threads may hold copies of one value: all must have read before one of them writes.
-    tl.debug_barrier()
-    tl.store(state + at, held + k[:, None] * u[None, :], mask=mask)
-    _keep(tail, channel, inside, q_one, q_two, q_new, 3 * M)
-    _keep(tail, M + channel, inside, k_one, k_two, k_new, 3 * M)
-    _keep(tail, 2 * M + channel, inside, v_one, v_two, v_new, 3 * M)
-
-
 @triton.jit(do_not_specialize=["position", "room"])
 def mix(
     z, block, keys_shared, values_shared, used_shared, keys_routed, values_routed, used_routed,
@@ -170,7 +110,7 @@ def mix(
         number = tl.load(block + pair).to(tl.int64)
         segment, row = number * B + pair // SLOTS, S * B + pair
         if DELTA:
-            _delta(
+            head_step(
                 z + row * Z, tail + segment * (9 * M), state + segment * (M * WIDTH),
                 filters + number * (12 * M), decay_log + number * HEADS, dt_bias + number * HEADS,
                 norm + number * WIDTH, mixed + row * M, head, scale, eps, HEADS, WIDTH, WIDE,

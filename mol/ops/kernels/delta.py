@@ -10,12 +10,13 @@ starts from the state S (d x e) computes
     S <- exp(G_C) S + K^T diag(exp(G_C - G)) V'
 
 `solve` finds T, W and U of all chunks at once, `_states` carries S through each segment and
-replaces U by V', `_outputs` makes O of all chunks at once. Writing S to memory (as many bytes as
+replaces U by V', `outputs` makes O of all chunks at once. Writing S to memory (as many bytes as
 v) and leaving O to a kernel of its own keeps the chain over a segment's chunks at two products a
 chunk, so one long segment among many delays little; it is also what the backward pass needs.
 
 A row and head moves, in units of one vector of 64 values: 4 in `solve` (k, v; w, u), 5 in
-`_states` (w, u, k; v', S) and 5 in `_outputs` (q, k, v', S; o).
+`_states` (w, u, k; v', S) and 5 in `outputs` (q, k, v', S; o). Without gradients `outputs` norms
+and gates o as well and reads the gate: one more, where a kernel of its own moves three.
 
 A segment's chunks take the slots from start // 64 + segment on. The next segment starts at or
 beyond the slot after its last, so N // 64 + S slots hold any lengths, no table is built, and the
@@ -31,10 +32,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mol.ops.kernels.delta_backward import delta_rule_backward
+from mol.ops.kernels.delta_outputs import outputs
 from mol.ops.kernels.delta_solve import (
     CHUNK,
     chain_launch,
-    find_chunk,
     flip_rows,
     load_rows,
     load_sums,
@@ -44,6 +45,7 @@ from mol.ops.kernels.delta_solve import (
     store_rows,
 )
 from mol.ops.kernels.operator import operator
+from mol.ops.kernels.shares import row_strided
 
 
 @triton.jit
@@ -83,32 +85,6 @@ def _states(
         tl.store(final + at, state, mask)
 
 
-@triton.jit(do_not_specialize=["segments"])
-def _outputs(
-    q, k, v_new, decay, states, cu_seqlens, o, scale, segments,
-    HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_WIDE: tl.constexpr,
-    E_WIDE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """O of one chunk of one head."""
-    head, slot = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
-    row, end = find_chunk(cu_seqlens, slot, segments, SEGMENTS)
-    if row >= end:
-        return
-    q_c = load_rows(q, row, end, head, HEADS, D, 64, D_WIDE)
-    k_c = load_rows(k, row, end, head, HEADS, D, 64, D_WIDE)
-    v_c = load_rows(v_new, row, end, head, HEADS, E, 64, E_WIDE)
-    sums, _ = load_sums(decay, row, end, head, HEADS)
-    at, mask = state_at(slot.to(tl.int64), head, 0, D, E, HEADS, D_WIDE, E_WIDE)
-    state = tl.load(states + at, mask, other=0.0)
-    result = tl.dot(q_c, state, input_precision=PRECISION) * tl.exp(sums)[:, None]
-    past = tl.arange(0, 64)[:, None] >= tl.arange(0, 64)[None, :]
-    # Masked before exp: above the diagonal the ratio can overflow.
-    ratio = tl.exp(tl.where(past, sums[:, None] - sums[None, :], -float("inf")))
-    scores = tl.dot(q_c, tl.trans(k_c), input_precision=PRECISION) * ratio
-    result += tl.dot(scores.to(v_c.dtype), v_c, input_precision=PRECISION)
-    store_rows(o, result * scale, row, end, head, HEADS, E, 64, E_WIDE)
-
-
 def _buffers(
     q: Tensor, v: Tensor, cu_seqlens: Tensor, final_state: bool, train: bool
 ) -> tuple[Tensor, ...]:
@@ -139,7 +115,21 @@ def delta_rule_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """o and the last states, and what the backward pass reads: G, T, V' and the states before
     each chunk. Not asked for, the last states and T are empty tensors."""
-    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+    return _launch((q, k, v, g, beta), cu_seqlens, initial, final_state, train)
+
+
+def _launch(
+    inputs: tuple[Tensor, ...],
+    cu_seqlens: Tensor,
+    initial: Tensor | None,
+    final_state: bool,
+    train: bool,
+    gate_NM: Tensor | None = None,
+    norm_Ee: Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[Tensor, ...]:
+    """What `delta_rule_op` returns; with a gate, o normed and gated."""
+    q, k, v, g, beta = (x.contiguous() for x in inputs)
     o, final, decay, t, v_new, states = _buffers(q, v, cu_seqlens, final_state, train)
     w = torch.empty_like(k)
     segments, heads, slots = cu_seqlens.numel() - 1, q.shape[1], states.shape[0]
@@ -158,9 +148,14 @@ def delta_rule_op(
         final if initial is None else initial.float().contiguous(), states, final,
         HAS_INITIAL=initial is not None, WANTS_FINAL=final_state, **launch,
     )  # fmt: skip
-    _outputs[(slots * heads,)](
-        q, k, v_new, decay, states, cu_seqlens, o, q.shape[-1] ** -0.5, segments,
-        num_warps=4, **sizes,
+    gated = gate_NM is not None
+    gate, norm = (row_strided(gate_NM), norm_Ee.contiguous()) if gated else (o, o)
+    # With 128 registers four programs fit a multiprocessor; the gate would take a few more.
+    outputs[(slots * heads,)](
+        q, k, v_new, decay, states, cu_seqlens, o, gate, norm, q.shape[-1] ** -0.5, eps, segments,
+        segments // norm.shape[0] if gated else 1,
+        GATED=gated, GATE_STRIDE=gate.stride(0), num_warps=4,
+        maxnreg=128 if row_bytes <= 128 else None, **sizes,
     )  # fmt: skip
     return o, final, decay, t, v_new, states
 
@@ -210,3 +205,23 @@ def delta_rule(
     )
     o, final, *_ = delta_rule_op(*inputs, cu_seqlens, state_SHde, final_state, train)
     return o, final if final_state else None
+
+
+def gated_delta_rule(
+    inputs: tuple[Tensor, ...],
+    cu_seqlens: Tensor,
+    state_SHde: Tensor | None,
+    final_state: bool,
+    gate_NM: Tensor,
+    norm_Ee: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor | None]:
+    """RMSNorm of `delta_rule`'s outputs over the head, times `norm` of the segment's block, times
+    SiLU(gate): [N, H e] in v's dtype, and the last states if asked. No gradients.
+
+    `inputs` are q, k, v, g, beta. Segments are numbered block * (S / E) + sequence. `gate_NM` may
+    be a view with rows apart.
+    """
+    operands = inputs, cu_seqlens, state_SHde, final_state, False, gate_NM, norm_Ee, eps
+    o, final, *_ = _launch(*operands)
+    return o.flatten(1), final if final_state else None

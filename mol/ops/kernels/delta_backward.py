@@ -118,7 +118,7 @@ def _rows_backward(
 ):  # fmt: skip
     """Gradients of the rows of one chunk of one head."""
     head, slot = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
-    row, end = find_chunk(cu_seqlens, slot, segments, SEGMENTS)
+    row, end, _ = find_chunk(cu_seqlens, slot, segments, SEGMENTS)
     if row >= end:
         return
     q_c = load_rows(q, row, end, head, HEADS, D, 64, D_WIDE)

@@ -28,11 +28,16 @@ def shapes(k_NHd: Tensor, v_NHe: Tensor, cu_seqlens: Tensor) -> dict:
         "E": value_width,
         "D_WIDE": max(16, triton.next_power_of_2(width)),
         "E_WIDE": max(16, triton.next_power_of_2(value_width)),
-        "SEGMENTS": min(SEARCHED, triton.next_power_of_2(cu_seqlens.numel() - 1)),
+        "SEGMENTS": searched(cu_seqlens.numel() - 1),
         # Of the products of fp32 numbers, three TF32 ones for each. For bf16 inputs only T is
         # worked out in fp32 and then rounded to bf16: one TF32 product adds nothing to that.
         "PRECISION": "tf32" if k_NHd.dtype == torch.bfloat16 else "tf32x3",
     }
+
+
+def searched(segments: int) -> int:
+    """How many of the segments `find_chunk` looks at together."""
+    return min(SEARCHED, triton.next_power_of_2(segments))
 
 
 def chain_launch(sizes: dict, segments: int, beside: int, item_bytes: int) -> tuple:
@@ -52,16 +57,17 @@ def chain_launch(sizes: dict, segments: int, beside: int, item_bytes: int) -> tu
 
 
 @triton.jit
-def find_chunk(cu_seqlens, slot, segments, SEGMENTS: tl.constexpr):
-    """First row of the slot's chunk and the end of its segment, int64; none if not before it."""
+def find_chunk(cu_seqlens, slot, segments, SEGMENTS: tl.constexpr, ROWS: tl.constexpr = 64):
+    """First row of the slot's chunk of ROWS rows, the end of its segment (int64; no chunk if not
+    beyond the first), and the segment."""
     segment = -1
     for first in range(0, segments, SEGMENTS):
         s = first + tl.arange(0, SEGMENTS)
         start = tl.load(cu_seqlens + s, mask=s < segments, other=0)
-        segment += tl.sum(((start // 64 + s <= slot) & (s < segments)).to(tl.int32), 0)
+        segment += tl.sum(((start // ROWS + s <= slot) & (s < segments)).to(tl.int32), 0)
     start = tl.load(cu_seqlens + segment).to(tl.int64)
     end = tl.load(cu_seqlens + segment + 1).to(tl.int64)
-    return start + (slot - start // 64 - segment) * 64, end
+    return start + (slot - start // ROWS - segment) * ROWS, end, segment
 
 
 @triton.jit
@@ -249,7 +255,7 @@ def solve(
     Meant for two warps: a tile is two tensor core instructions wide and one high, one warp spills.
     """
     head = tl.program_id(0) % HEADS
-    row, end = find_chunk(cu_seqlens, tl.program_id(0) // HEADS, segments, SEGMENTS)
+    row, end, _ = find_chunk(cu_seqlens, tl.program_id(0) // HEADS, segments, SEGMENTS)
     if row >= end:
         return
     k_0, k_1, k_2, k_3 = _four_rows(k, row, end, head, HEADS, D, D_WIDE)

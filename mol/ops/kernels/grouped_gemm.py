@@ -8,6 +8,7 @@ machine with Triton only; the same mathematics in PyTorch are `mol.ops.grouped`.
 Shape suffixes: N packed rows, X rows of x (N, or the tokens), E blocks, K and M the widths.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -49,15 +50,19 @@ MEASURED: dict[tuple[bool, int, int, bool], tuple[tuple[int, Tiles], ...]] = {
     (False, 512, 2048, False): ((0, _WIDE),),
     (False, 2048, 512, False): ((0, _FLAT), (439, Tiles(128, 128, 64, 4, 3, tma=True))),
 }
+FEW = 32  # rows a block, on the average, up to which the time is that of reading matrices
 SMALL = Tiles(64, 128, 64, 4, 4, tma=True)
 MEDIUM = Tiles(128, 128, 64, 8, 3, tma=True)
 LARGE = Tiles(128, 256, 64, 8, 4, tma=True)
 
 
 def tiles_for(
-    gathered: bool, width_in: int, width_out: int, gelu: bool, rows_a_block: float
+    gathered: bool, width_in: int, width_out: int, gelu: bool, n_rows: int, n_blocks: int
 ) -> Tiles:
     """Measured tiles for the shape, else by how many rows share a matrix."""
+    rows_a_block = n_rows / n_blocks
+    if rows_a_block <= FEW:
+        return tiles_for_reading(width_out, n_blocks, rows_a_block)
     known = MEASURED.get((gathered, width_in, width_out, gelu), ())
     fitting = [tiles for start, tiles in known if rows_a_block >= start]
     if fitting:
@@ -65,6 +70,22 @@ def tiles_for(
     if rows_a_block < 96:
         return SMALL
     return LARGE if rows_a_block >= 2048 and width_out >= 256 else MEDIUM
+
+
+def tiles_for_reading(width_out: int, n_blocks: int, rows_a_block: float) -> Tiles:
+    """Tiles for a decode step of several sequences, which reads each matrix for a few rows.
+
+    What counts is how many bytes are under way. 4.8 TB/s times a latency of 0.8 us are 3.8 MB, 29
+    KB for each of an H200's 132 multiprocessors. A stage holds 8 KB of a matrix, so a program has
+    three of them, 24 KB, under way: two programs a multiprocessor are enough, and with 40 to 96 KB
+    of shared memory each, two fit. So columns are halved where 64 of them would leave fewer: 14
+    blocks of 512 columns are 112 programs, or 224 of 32 columns (64 bytes of a line, two sectors).
+    Splitting K instead would take another launch for the sums. Rows are twice the average, so that
+    nearly every block is one tile; the copy for a second one comes from the L2 cache.
+    """
+    columns = 64 if n_blocks * width_out >= 64 * 2 * 132 else 32
+    rows = min(64, max(16, triton.next_power_of_2(math.ceil(2 * rows_a_block))))
+    return Tiles(rows, columns, 4096 // columns, 4, 4)
 
 
 @triton.jit
@@ -242,8 +263,10 @@ def grouped_gemm(
     """
     assert not (gelu and add_NM is not None)
     rows = (x_XK if order_N is None else order_N).shape[0]
-    tiles = tiles_for(order_N is not None, *w_EKM.shape[1:], gelu, rows / w_EKM.shape[0])
-    if x_XK.is_cuda and torch.cuda.get_device_capability(x_XK.device)[0] < 9:
+    n_blocks, *widths = w_EKM.shape
+    tiles = tiles_for(order_N is not None, *widths, gelu, rows, n_blocks)
+    large = tiles.tma or tiles.columns > 128
+    if large and x_XK.is_cuda and torch.cuda.get_device_capability(x_XK.device)[0] < 9:
         tiles = MEDIUM._replace(tma=False)  # older GPUs have less shared memory, too
     return launch(tiles, x_XK, w_EKM, offs_E, order_N, slots, gelu, add_NM)
 

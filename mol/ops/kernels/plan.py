@@ -3,7 +3,7 @@
 Import this module on a machine with Triton only; the same in PyTorch is `RoutePlan.routed`.
 
 Shape suffixes: B sequences, T positions, X = B T tokens, E blocks, k slots a token, N = X k packed
-rows.
+rows, C runs of tokens, of equal length but for the last.
 """
 
 import torch
@@ -12,9 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from mol.ops.kernels.operator import operator
+from mol.ops.kernels.route import tile_rows
 
 TILE = 512  # tokens times blocks that a program holds at a time
-PLANNERS = 512  # most programs that count one sequence: each reads the counts of all
+STEP = 2048  # the same in a step of many sequences: a single program saves a launch
+PLANNERS = 512  # most programs that count one sequence: each reads the counts of all runs
 
 
 @triton.jit
@@ -44,17 +46,18 @@ def _count(
     tl.store(counts + block * tl.num_programs(0) + mine, found, mask=block < BLOCKS)
 
 
-@triton.jit(do_not_specialize=["length", "tiles", "steps"])
+@triton.jit(do_not_specialize=["length", "tiles", "steps", "runs", "of_sequence", "of_program"])
 def _place(
     chosen, counts, order, inverse, blocks, withins, times, segments, offs, edges,
-    length, tiles, steps, ALONE: tl.constexpr, SINGLE: tl.constexpr,
+    length, tiles, steps, runs, of_sequence, of_program, ALONE: tl.constexpr, SINGLE: tl.constexpr,
     BLOCKS: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, PADDED: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The packed rows of the tokens that `_count` gave the same program.
+    """The packed rows of `steps` times TOKENS tokens of one sequence.
 
-    ALONE: this program has all the tokens, and there are no counts. SINGLE: the tokens are one
-    sequence each, walked as if they were one sequence.
+    `counts` are those of `runs` runs of tokens, `of_sequence` in each sequence and `of_program` in
+    each program before the sequence's last. ALONE: this program has all the tokens, and there are
+    no counts. SINGLE: the tokens are one sequence each, walked as if they were one sequence.
     """
     mine, programs = tl.program_id(0), tl.num_programs(0)
     sequence = mine // tiles
@@ -67,13 +70,14 @@ def _place(
         token = tl.arange(0, TOKENS)
         total += tl.sum(_one_hot(chosen, token, token < length, SLOTS, PADDED), 0)
     else:
-        for start in range(0, programs, WIDE):
-            other = start + tl.arange(0, WIDE)[None, :]
-            mask = known[:, None] & (other < programs)
-            held = tl.load(counts + block[:, None] * programs + other, mask=mask, other=0)
+        first_run = sequence * of_sequence
+        for start in range(0, runs, WIDE):
+            run = start + tl.arange(0, WIDE)[None, :]
+            mask = known[:, None] & (run < runs)
+            held = tl.load(counts + block[:, None] * runs + run, mask=mask, other=0)
             total += tl.sum(held, 1)
-            before += tl.sum(tl.where(other < mine, held, 0), 1)
-            opened += tl.sum(tl.where(other < sequence * tiles, held, 0), 1)
+            before += tl.sum(tl.where(run < first_run + mine % tiles * of_program, held, 0), 1)
+            opened += tl.sum(tl.where(run < first_run, held, 0), 1)
     ends = tl.cumsum(total, 0)
     first = ends - total + opened  # where the segments begin
     before -= opened
@@ -115,34 +119,45 @@ def _place(
 
 @operator("mol::plan")
 def plan(
-    chosen_Xk: Tensor, batch: int, length: int, n_blocks: int
+    chosen_Xk: Tensor, batch: int, length: int, n_blocks: int, counts_EC: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(order_N, inverse_N, block_N, within_N, time_N, segment_N, offs_E, cu_seqlens) of
     `RoutePlan.routed`, number for number, without sorting.
 
     A token names a block at most once, so its place among the block's rows is the number of
-    earlier tokens that name the block: two launches, one of them where 256 tokens are all there
-    are and they are one sequence or one step of many. N must be below 2^31.
+    earlier tokens that name the block: one launch to count and one to place. The first is left
+    out where 256 tokens are all there are, of one sequence or one step of many, and where `route`
+    has counted (`counts_EC`) in runs that end with the sequences. N must be below 2^31.
     """
     outputs = _planned(chosen_Xk, batch, length, n_blocks)
     padded = triton.next_power_of_2(n_blocks)
     single = length == 1
     if single:
         batch, length = 1, batch
-    tokens = min(max(32, min(256, TILE // padded)), triton.next_power_of_2(length))
+    held = STEP if single else TILE
+    tokens = min(max(32, min(256, held // padded)), triton.next_power_of_2(length))
+    run = tile_rows(chosen_Xk.shape[0])
+    counted = counts_EC is not None and counts_EC.shape[1] <= PLANNERS
+    counted = counted and (batch == 1 or length % run == 0)
+    if counted:
+        tokens = max(tokens, run)
     steps = 1
     while steps * tokens * PLANNERS < length:
         steps *= 2
     tiles = triton.cdiv(length, steps * tokens)
     programs = batch * tiles
-    counts = chosen_Xk.new_empty(n_blocks, programs, dtype=torch.int32)
     sizes = dict(BLOCKS=n_blocks, SLOTS=chosen_Xk.shape[1], TOKENS=tokens, PADDED=padded)
     chosen_Xk = chosen_Xk.contiguous()
-    if programs > 1:
-        _count[(programs,)](chosen_Xk, counts, length, tiles, steps, **sizes, num_warps=4)
-    wide = min(triton.next_power_of_2(programs), max(32, 2048 // padded))
+    if counted:
+        runs = counts_EC.shape[1], triton.cdiv(length, run), steps * tokens // run
+    else:
+        runs = programs, tiles, 1
+        counts_EC = chosen_Xk.new_empty(n_blocks, programs, dtype=torch.int32)
+        if programs > 1:
+            _count[(programs,)](chosen_Xk, counts_EC, length, tiles, steps, **sizes, num_warps=4)
+    wide = min(triton.next_power_of_2(runs[0]), max(32, 2048 // padded))
     _place[(programs,)](
-        chosen_Xk, counts, *outputs, length, tiles, steps,
+        chosen_Xk, counts_EC, *outputs, length, tiles, steps, *runs,
         ALONE=programs == 1, SINGLE=single, WIDE=wide, **sizes, num_warps=4,
     )  # fmt: skip
     return outputs
@@ -150,7 +165,7 @@ def plan(
 
 @plan.register_fake
 def _planned(
-    chosen_Xk: Tensor, batch: int, length: int, n_blocks: int
+    chosen_Xk: Tensor, batch: int, length: int, n_blocks: int, counts_EC: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     n_rows = chosen_Xk.numel()
     of_rows = tuple(chosen_Xk.new_empty(n_rows) for _ in range(6))

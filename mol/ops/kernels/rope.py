@@ -27,7 +27,7 @@ def _table(table, time, plane, mask, PLANES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["parts"])
 def _forward(
-    qkv, bias, cos, sin, time, offs, q, k, v, parts, STRIDE: tl.constexpr,
+    qkv, bias, cos, sin, time, offs, q, k, v, parts, STRIDE: tl.constexpr, STEP: tl.constexpr,
     HEADS: tl.constexpr, PLANES: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One head of q, k and v, so that the tables are read once for two rotations."""
@@ -44,7 +44,7 @@ def _forward(
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
         alive = row < last
         mask = alive[:, None] & inside[None, :]
-        when = tl.load(time + row, mask=alive, other=0)
+        when = tl.load(time + row * STEP, mask=alive, other=0)
         c = _table(cos, when, plane, mask, PLANES)
         s = _table(sin, when, plane, mask, PLANES)
         at = qkv + row[:, None] * STRIDE + column[None, :]
@@ -128,7 +128,7 @@ def bias_rope(
     position `time_N` (int64) by half-split pairs (x_i, x_{i + R}), as `mol.ops.attention.Rope`.
 
     `cos_TR` and `sin_TR` fp32, `offs_E` (int32) the last row + 1 of each block. `qkv_NP` may have
-    its rows apart. Gradients of the projection and the bias.
+    its rows apart, and `time_N` be one number for all. Gradients of the projection and the bias.
     """
     n_rows, columns = qkv_NP.shape
     sizes = _sizes(columns, cos_TR.shape[1])
@@ -138,7 +138,7 @@ def bias_rope(
     parts = count_parts(n_rows, bias_EP.shape[0], sizes["ROWS"], sizes["HEADS"])
     _forward[(bias_EP.shape[0] * parts * sizes["HEADS"],)](
         qkv_NP, bias_EP.contiguous(), cos_TR, sin_TR, time_N, offs_E, q, k, v, parts,
-        STRIDE=qkv_NP.stride(0), **sizes,
+        STRIDE=qkv_NP.stride(0), STEP=time_N.stride(0), **sizes,
     )  # fmt: skip
     return q, k, v
 
@@ -167,8 +167,8 @@ def _bias_rope_backward(
     parts = count_parts(n_rows, n_blocks, sizes["ROWS"], across)
     part_bias = grad_qkv.new_empty(n_blocks, parts, columns, dtype=torch.float32)
     _backward[(n_blocks * parts * across,)](
-        cos_TR, sin_TR, time_N, offs_E, *(grad.contiguous() for grad in grads), grad_qkv,
-        part_bias, parts, **sizes,
+        cos_TR, sin_TR, time_N.contiguous(), offs_E, *(grad.contiguous() for grad in grads),
+        grad_qkv, part_bias, parts, **sizes,
     )  # fmt: skip
     return grad_qkv, add_up(part_bias, bias_EP.new_empty(bias_EP.shape))
 

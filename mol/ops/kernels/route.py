@@ -3,7 +3,8 @@
 Import this module on a machine with Triton only; the same mathematics in PyTorch are
 `SplitStage.route`.
 
-Shape suffixes: X tokens, D width, E blocks, k slots a token, P parts of the tokens.
+Shape suffixes: X tokens, D width, E blocks, k slots a token, P parts of the tokens, C programs of
+the forward pass.
 """
 
 import torch
@@ -30,11 +31,12 @@ def _product(a, b, sums):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _route(
-    x, router, probability, weights, chosen, tokens,
+    x, router, probability, weights, chosen, counts, tokens,
     WIDTH: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr, OVER_SELECTED: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over the blocks and the SLOTS largest, of ROWS tokens or of a single one.
+    """Softmax over the blocks and the SLOTS largest, of ROWS tokens or of a single one; and how
+    many of them name each block.
 
     PIECES of CHUNK columns are multiplied side by side, each by warps of its own.
     """
@@ -104,6 +106,8 @@ def _route(
     tl.store(weights + at, p, mask=inside[:, None] & taken)
     named = tl.broadcast_to(block[None, :], [ROWS, PADDED]).to(tl.int64)
     tl.store(chosen + at, named, mask=inside[:, None] & taken)
+    found = tl.sum((inside[:, None] & taken).to(tl.int32), 0)
+    tl.store(counts + block * tl.num_programs(0) + tl.program_id(0), found, mask=known)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -162,21 +166,23 @@ def _route_backward(
 @operator("mol::route")
 def route(
     x_XD: Tensor, router_ED: Tensor, k: int, over_selected: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(P [X, E], weights [X, k], chosen [X, k]) of softmax(router x) and its k largest (2.3).
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(P [X, E], weights [X, k], chosen [X, k]) of softmax(router x) and its k largest (2.3), and
+    the rows of each block among every `tile_rows` tokens [E, C], for `mol.ops.kernels.plan`.
 
-    P and weights fp32, `chosen` int64, largest first, equal ones by lower number. The weights are
-    P of the chosen, divided by their sum if `over_selected`. x and router are bf16, fp16 or fp32;
-    scores have the accuracy of fp32 in either case. Differentiable in P and weights.
+    P and weights fp32, `chosen` int64, largest first, equal ones by lower number; counts int32. The
+    weights are P of the chosen, divided by their sum if `over_selected`. x and router are bf16,
+    fp16 or fp32; scores have the accuracy of fp32 in either case. Differentiable in P and weights.
     """
     tokens, width = x_XD.shape
     n_blocks = router_ED.shape[0]
     outputs = _routed(x_XD, router_ED, k, over_selected)
     padded = max(16, triton.next_power_of_2(n_blocks))
     exact = x_XD.dtype == router_ED.dtype != torch.float32  # one product instead of three
-    rows, chunk, pieces, warps, stages = _tiles(tokens, padded, exact)
+    rows = tile_rows(tokens)
+    chunk, pieces, warps, stages = _tiles(rows, padded, exact)
     chunk = _chunk(width, chunk)
-    _route[(triton.cdiv(tokens, rows),)](
+    _route[(outputs[3].shape[1],)](
         x_XD.contiguous(), router_ED.contiguous(), *outputs, tokens,
         WIDTH=width, BLOCKS=n_blocks, SLOTS=k, OVER_SELECTED=over_selected, ROWS=rows, CHUNK=chunk,
         PIECES=min(pieces, triton.next_power_of_2(triton.cdiv(width, chunk))), PADDED=padded,
@@ -185,15 +191,20 @@ def route(
     return outputs
 
 
-def _tiles(tokens: int, padded: int, exact: bool) -> tuple[int, int, int, int, int]:
-    """Tokens a program, columns at a time, pieces of them side by side, warps, stages."""
-    if tokens <= FEW:
-        return 1, 16384 // padded, 1, 8, 3
-    if tokens < TALL and exact and padded <= 16:  # the fastest of nine on an H200, width 2048
-        return 16, 128, 4, 4, 3
-    if tokens < TALL:  # few programs: each keeps more loads in flight
-        return 16, 256 if exact else 64, 1, 4, 5
-    return 64, 128 if exact else 64, 1, 4, 3  # tall tiles read the router less often
+def tile_rows(tokens: int) -> int:
+    """Tokens of one program, all of them if they are fewer; a power of two."""
+    return 1 if tokens <= FEW else 16 if tokens < TALL else 64
+
+
+def _tiles(rows: int, padded: int, exact: bool) -> tuple[int, int, int, int]:
+    """Columns at a time, pieces of them side by side, warps, stages."""
+    if rows == 1:
+        return 16384 // padded, 1, 8, 3
+    if rows == 16 and exact and padded <= 16:  # the fastest of nine on an H200, width 2048
+        return 128, 4, 4, 4
+    if rows == 16:  # few programs: each keeps more loads in flight
+        return 256 if exact else 64, 1, 4, 5
+    return 128 if exact else 64, 1, 4, 3  # tall tiles read the router less often
 
 
 def _chunk(width: int, most: int) -> int:
@@ -204,11 +215,15 @@ def _chunk(width: int, most: int) -> int:
 @route.register_fake
 def _routed(
     x_XD: Tensor, router_ED: Tensor, k: int, over_selected: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    tokens = x_XD.shape[0]
-    probability_XE = x_XD.new_empty(tokens, router_ED.shape[0], dtype=torch.float32)
-    weights_Xk = x_XD.new_empty(tokens, k, dtype=torch.float32)
-    return probability_XE, weights_Xk, x_XD.new_empty(tokens, k, dtype=torch.int64)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens, n_blocks = x_XD.shape[0], router_ED.shape[0]
+    programs = triton.cdiv(tokens, tile_rows(tokens))
+    return (
+        x_XD.new_empty(tokens, n_blocks, dtype=torch.float32),
+        x_XD.new_empty(tokens, k, dtype=torch.float32),
+        x_XD.new_empty(tokens, k, dtype=torch.int64),
+        x_XD.new_empty(n_blocks, programs, dtype=torch.int32),
+    )
 
 
 @torch.library.custom_op("mol::route_backward", mutates_args=())
@@ -254,11 +269,11 @@ def _(
 
 def _save(ctx, inputs, output) -> None:
     x_XD, router_ED, _, ctx.over_selected = inputs
-    probability_XE, _, chosen_Xk = output
+    probability_XE, _, chosen_Xk, _ = output
     ctx.save_for_backward(x_XD, router_ED, probability_XE, chosen_Xk)
 
 
-def _grad(ctx, grad_probability_XE, grad_weights_Xk, _):
+def _grad(ctx, grad_probability_XE, grad_weights_Xk, *_):
     x_XD, router_ED, *outputs = ctx.saved_tensors
     grads = _backward(
         x_XD, router_ED, *outputs, grad_probability_XE, grad_weights_Xk, ctx.over_selected

@@ -1,18 +1,16 @@
-"""Triton kernels of a decode step: few rows, so their time is that of reading weights and cache.
+"""Triton kernels of one row against each segment's cache, whose time is that of reading the cache.
 
 Whatever grows with the text is read on the device, so a CUDA graph can hold the calls. Import this
 module on a machine with Triton only. No gradients.
 
-Shape suffixes: N rows, S segments, H heads, L cache length, d head width, E blocks, K and M the
-widths of a product, P parts of a cache read side by side.
+Shape suffixes: N rows, S segments, H heads, L cache length, d head width, P parts of a cache read
+side by side.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from mol.ops.kernels.operator import operator
 
 PROGRAMS = 512  # wanted at once: about four for each multiprocessor of an H100 or H200
 
@@ -124,50 +122,3 @@ def step_in_cache(
     )  # fmt: skip
     _join_parts[(n_rows * heads,)](best, total, part_o, o_NHd, PARTS=parts, WIDTH=width, WIDE=wide)
     return o_NHd
-
-
-@triton.jit
-def _few_rows(
-    x, w, offs, y, width_in, width_out, n_blocks,
-    BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """One row times COLUMNS columns of its block's matrix."""
-    row = tl.program_id(0)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    numbers = tl.arange(0, BLOCKS)
-    ends = tl.load(offs + numbers, mask=numbers < n_blocks, other=2147483647)
-    block = tl.sum((ends <= row).to(tl.int64), 0)
-    sums = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for start in range(0, width_in, ROWS):
-        k = start + tl.arange(0, ROWS)
-        part = tl.load(x + row * width_in + k, mask=k < width_in, other=0.0).to(tl.float32)
-        at = (block * width_in + k[:, None]) * width_out + column[None, :]
-        mask = (k[:, None] < width_in) & (column[None, :] < width_out)
-        sums += tl.load(w + at, mask=mask, other=0.0).to(tl.float32) * part[:, None]
-    result = tl.sum(sums, 0).to(y.dtype.element_ty)
-    tl.store(y + row * width_out + column, result, mask=column < width_out)
-
-
-@operator("mol::few_rows_mm")
-def few_rows_mm(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor) -> Tensor:
-    """The grouped product of a few rows, [N, M]: reads the matrices of the rows' own blocks
-    only, each once a row. Sums in fp32."""
-    n_rows, width_in = x_NK.shape
-    n_blocks, _, width_out = w_EKM.shape
-    y_NM = torch.empty(n_rows, width_out, dtype=x_NK.dtype, device=x_NK.device)
-    # A program's loads wait for memory together, so few, tall tiles; and narrower ones where 32
-    # columns would leave multiprocessors without a program (64 bytes of a row, or 32).
-    rows = min(1024, triton.next_power_of_2(width_in))
-    columns = 32 if n_rows * width_out >= 32 * 128 else 16
-    _few_rows[(n_rows, triton.cdiv(width_out, columns))](
-        x_NK.contiguous(), w_EKM.contiguous(), offs_E, y_NM, width_in, width_out, n_blocks,
-        BLOCKS=triton.next_power_of_2(n_blocks), ROWS=rows, COLUMNS=columns,
-        num_warps=max(4, rows // 64),
-    )  # fmt: skip
-    return y_NM
-
-
-@few_rows_mm.register_fake
-def _(x_NK: Tensor, w_EKM: Tensor, offs_E: Tensor) -> Tensor:
-    """What a compiler needs to know of it: shape and precision."""
-    return x_NK.new_empty(x_NK.shape[0], w_EKM.shape[2])

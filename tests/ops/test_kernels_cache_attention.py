@@ -1,15 +1,14 @@
-"""The kernels of a decode step that the layers' modules call, against their references."""
+"""One row against each segment's cache, by kernels and by PyTorch."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from mol.ops.attention import step_in_cache_reference
-from mol.ops.grouped import grouped_mm_reference
 
 triton = pytest.importorskip("triton")
 
-from mol.ops.kernels import few_rows  # noqa: E402 (needs Triton)
+from mol.ops.kernels import cache_attention  # noqa: E402 (needs Triton)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # bf16: the result's own rounding
@@ -25,20 +24,11 @@ def draw(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("width_in, width_out", [(20, 33), (70, 16)])
-def test_few_rows(width_in, width_out, dtype, nan_memory):
-    x_NK, w_EKM = draw(5, width_in, dtype=dtype), draw(7, width_in, width_out, dtype=dtype)
-    offs_E = torch.tensor([0, 2, 2, 2, 4, 5, 5], device=DEVICE, dtype=torch.int32)
-    expected = grouped_mm_reference(x_NK.double(), w_EKM.double(), offs_E)
-    compare(few_rows.few_rows_mm(x_NK, w_EKM, offs_E), expected)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("heads, width", [(3, 20), (1, 64)])
 def test_a_row_against_its_segment(heads, width, dtype, nan_memory, monkeypatch):
     """Segments of unlike length, among them an empty and an almost full one; the rows beyond
     what a segment holds are NaN and must not be looked at."""
-    monkeypatch.setattr(few_rows, "PROGRAMS", 40)  # four parts, or eight
+    monkeypatch.setattr(cache_attention, "PROGRAMS", 40)  # four parts, or eight
     q, k, v = draw(3, 3, heads, width, dtype=dtype)
     used_S = torch.tensor([0, 9, 133, 4, 149], device=DEVICE)
     segment_N = torch.tensor([4, 0, 2], device=DEVICE)
@@ -51,7 +41,7 @@ def test_a_row_against_its_segment(heads, width, dtype, nan_memory, monkeypatch)
     expected = step_in_cache_reference(
         q.double(), k.double(), v.double(), *plain, segment_N, counts, 150
     )
-    found = few_rows.step_in_cache(q, k, v, keys, values, segment_N, used_S)
+    found = cache_attention.step_in_cache(q, k, v, keys, values, segment_N, used_S)
     compare(found, expected)
     assert torch.equal(used_S, counts)
     held = torch.arange(150, device=DEVICE) < used_S[:, None]
