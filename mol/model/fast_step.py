@@ -110,7 +110,7 @@ def stage_step(
 ) -> Tensor:
     """`SplitStage.step`, [B, D]; changes `cache` (a `StageCache`)."""
     from mol.ops.kernels import decode
-    from mol.ops.kernels.overlap import enqueue
+    from mol.ops.kernels.decode_parts import launch
 
     config, routed, x_BD = stage.config, stage.routed, x_BD.contiguous()
     shared = stage.shared or routed
@@ -122,7 +122,7 @@ def stage_step(
     splits = -(-width // tiling["DEEP"])
     h_PNM = rows.new(splits, rows.count, thin)
     router = routed.down if stage.router is None else stage.router  # not read without router
-    enqueue(
+    launch(
         decode.down, grid(rows.groups, thin, tiling, splits),
         x_BD, router, shared.down, routed.down, block, weight, h_PNM, h_PNM.stride(0),
         **rows.sizes, SLOTS=slots, BLOCKS=config.n_routed, EXPERTS=experts, TOP_K=config.top_k,
@@ -136,7 +136,7 @@ def stage_step(
     tiling = tiled(depth(config.d_ff, 4))
     splits = -(-config.d_ff // tiling["DEEP"])
     parts_PNM = rows.new(splits, rows.count, thin)
-    enqueue(
+    launch(
         decode.ffn_out, grid(rows.groups, thin, tiling, splits),
         f_NF, block, shared.ffn_out, routed.ffn_out, parts_PNM, parts_PNM.stride(0),
         **rows.sizes, K=config.d_ff, M=thin, **tiling,
@@ -181,13 +181,13 @@ def _up(
 ) -> Tensor:
     """x (+ added) + scaled sums of the token's rows times their last matrices, [B, D]."""
     from mol.ops.kernels import decode
-    from mol.ops.kernels.overlap import enqueue
+    from mol.ops.kernels.decode_parts import launch
 
     (batch, out), width = x_BD.shape, values_NK.shape[1]
     y_BD, columns = torch.empty_like(x_BD), 16
     deep = [min(DEEPEST, power(max(1, n) * width)) for n in (rows.shared, rows.slots)]
     n_parts, stride = (0, 0) if parts_PNK is None else (parts_PNK.shape[0], parts_PNK.stride(0))
-    enqueue(
+    launch(
         decode.up, (batch, -(-out // columns)),
         x_BD, values_NK if added_ND is None else added_ND, values_NK,
         values_NK if parts_PNK is None else parts_PNK, stride, rows.block,
@@ -210,14 +210,14 @@ def takes_head(norm: nn.Module, x_BD: Tensor, embedding_VD: Tensor) -> bool:
 def head_step(norm: nn.Module | None, x_BD: Tensor, embedding_VD: Tensor) -> Tensor:
     """Logits [B, V] of norm(x), one launch; without a norm, of an x that has been through it."""
     from mol.ops.kernels import decode
-    from mol.ops.kernels.overlap import enqueue
+    from mol.ops.kernels.decode_parts import launch
 
     x_BD = x_BD.contiguous()
     batch, (vocabulary, width) = x_BD.shape[0], embedding_VD.shape
     y_BV = x_BD.new_empty(batch, vocabulary)
     weight, bias = getattr(norm, "weight", x_BD), getattr(norm, "bias", None)
     lines = max(1, min(16, TILE // power(width)))
-    enqueue(
+    launch(
         decode.logits, (-(-vocabulary // lines),),
         x_BD, weight, weight if bias is None else bias, embedding_VD, y_BV,
         0.0 if norm is None else norm.eps,

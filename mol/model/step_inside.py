@@ -32,7 +32,7 @@ def inside(
     """From h (the sum of its parts) to attended [N, M] and GELU(... W_in) [N, F]: four launches.
     Either kind of block may be absent (None)."""
     from mol.ops.kernels import decode
-    from mol.ops.kernels.overlap import enqueue
+    from mol.ops.kernels.decode_parts import launch
 
     one, other = shared or routed, routed or shared
     width = parts_PNM.shape[2]
@@ -43,7 +43,7 @@ def inside(
     z_width = max(w.shape[-1] for w, _ in ins)
     h_NM, z_NZ = rows.new(rows.count, width), rows.new(rows.count, z_width)
     tiling = tiled(power(width))
-    enqueue(
+    launch(
         decode.project, grid(rows.groups, z_width, tiling),
         parts_PNM, parts_PNM.stride(0), rows.block, one.attention_norm, other.attention_norm,
         norm_bias if layer_norm else one.attention_norm, ins[0][0], ins[1][0], ins[0][1],
@@ -60,7 +60,7 @@ def inside(
     ]
     f_width = one.ffn_in.shape[-1]
     sums_NM, f_NF = torch.empty_like(h_NM), rows.new(rows.count, f_width)
-    enqueue(
+    launch(
         decode.ffn_in, grid(rows.groups, f_width, tiling),
         h_NM, attended_PNM, attended_PNM.stride(0), rows.block, one.ffn_norm, other.ffn_norm,
         one.ffn_norm_bias if layer_norm else one.ffn_norm, one.ffn_in, other.ffn_in, *counts,
@@ -92,7 +92,7 @@ def _attend(
     """The rows against their caches, then the output product: parts of it, [P, N, M]. What a kind
     of row does not have is stood in for by tensors that no program reads."""
     from mol.ops.kernels import decode_attention
-    from mol.ops.kernels.overlap import enqueue
+    from mol.ops.kernels.decode_parts import launch
 
     attention, heads = one.attention, one.attention.n_heads
     width = attention.out.shape[-1]
@@ -128,7 +128,7 @@ def _attend(
         ]  # fmt: skip
     on_device = isinstance(position, Tensor)
     programs = (rows.count - softmax_rows) * heads + softmax_rows * heads * parts
-    enqueue(
+    launch(
         decode_attention.mix, (programs,),
         z_NZ, rows.block, *keys_values_used, *recurrent, *tables, position, mixed_NM, best, total,
         part_o, head_width**-0.5, EPS, room,
@@ -143,7 +143,7 @@ def _attend(
         a.out_bias if isinstance(a, SoftmaxAttention) else a.out
         for a in (attention, other.attention)
     ]
-    enqueue(
+    launch(
         decode_attention.attended, grid(rows.groups, width, tiling, splits),
         rows.block, mixed_NM, best, total, part_o, keys_values_used[2], keys_values_used[5],
         attention.out, other.attention.out, *biases, attended_PNM, attended_PNM.stride(0),

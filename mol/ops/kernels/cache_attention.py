@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mol.ops.kernels.overlap import enqueue, wait_for_inputs
-
 PROGRAMS = 512  # wanted at once: about four for each multiprocessor of an H100 or H200
 
 
@@ -21,10 +19,8 @@ PROGRAMS = 512  # wanted at once: about four for each multiprocessor of an H100 
 def _append(
     k, v, keys, values, segment, used, k_head, k_row,
     HEADS: tl.constexpr, ALL: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """One row's keys and values behind those its segment holds, all heads, and count it."""
-    wait_for_inputs(PDL)
     row = tl.program_id(0)
     mine = tl.load(segment + row)
     held = tl.load(used + mine)
@@ -41,10 +37,9 @@ def _append(
 def _attend_part(
     q, k, v, segment, used, best, total, part_o,
     scale, k_head, k_row, HEADS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
-    WIDE: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Of one row, head and part of the cache: softmax numerators, their sum, the maximum."""
-    wait_for_inputs(PDL)
     head, part, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     column = tl.arange(0, WIDE)
     inside = column < WIDTH
@@ -81,11 +76,9 @@ def _attend_part(
 
 @triton.jit
 def _join_parts(
-    best, total, part_o, o, PARTS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
+    best, total, part_o, o, PARTS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr
+):
     """Softmax over all parts; an empty one has maximum -inf and weighs exp(-inf) = 0."""
-    wait_for_inputs(PDL)
     mine = tl.program_id(0)
     slot, column = mine * PARTS + tl.arange(0, PARTS), tl.arange(0, WIDE)
     inside = column < WIDTH
@@ -119,18 +112,13 @@ def step_in_cache(
     part_o = torch.empty(*best.shape, width, dtype=torch.float32, device=q_NHd.device)
     o_NHd = torch.empty(q_NHd.shape, dtype=q_NHd.dtype, device=q_NHd.device)
     strides = keys_SHLd.stride()[1:3]
-    enqueue(
-        _append, (n_rows,),
+    _append[(n_rows,)](
         k_NHd.contiguous(), v_NHd.contiguous(), keys_SHLd, values_SHLd, segment_N, used_S,
         *strides, HEADS=heads, ALL=triton.next_power_of_2(heads), WIDTH=width, WIDE=wide,
     )  # fmt: skip
-    enqueue(
-        _attend_part, (heads, parts, n_rows),
+    _attend_part[(heads, parts, n_rows)](
         q_NHd.contiguous(), keys_SHLd, values_SHLd, segment_N, used_S, best, total, part_o,
         width**-0.5, *strides, HEADS=heads, PARTS=parts, WIDTH=width, WIDE=wide, ROWS=64,
     )  # fmt: skip
-    enqueue(
-        _join_parts, (n_rows * heads,),
-        best, total, part_o, o_NHd, PARTS=parts, WIDTH=width, WIDE=wide,
-    )  # fmt: skip
+    _join_parts[(n_rows * heads,)](best, total, part_o, o_NHd, PARTS=parts, WIDTH=width, WIDE=wide)
     return o_NHd

@@ -15,17 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from mol.ops.kernels.operator import operator
-from mol.ops.kernels.overlap import enqueue, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _sum(
     y, inverse, weights, base, shared, out, tokens, shared_scale, scale,
     WIDTH: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Some columns of some tokens: base + shared_scale shared + scale sum_j w_j y_j."""
-    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = token < tokens
@@ -51,10 +48,8 @@ def _sum(
 def _spread(
     x, y, inverse, weights, rows, grad_weights, grad_shared, tokens, shared_scale, scale,
     WIDTH: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """scale w_j x to each of a token's rows; with y also <scale x, y_j>, the gradient of w_j."""
-    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = token < tokens
@@ -84,8 +79,7 @@ def _launch(kernel, tokens: int, width: int, slots: int, *args, whole: bool = Fa
     if not whole:
         columns = min(columns, 2048 if tokens > 128 else 256)
     rows = max(1, 1024 // columns) if tokens > 128 else 1
-    enqueue(
-        kernel, (triton.cdiv(tokens, rows), triton.cdiv(width, columns)),
+    kernel[(triton.cdiv(tokens, rows), triton.cdiv(width, columns))](
         *args, WIDTH=width, SLOTS=slots, ROWS=rows, COLUMNS=columns,
         num_warps=min(16, max(1, rows * columns // 512)),
     )  # fmt: skip

@@ -22,8 +22,8 @@ from mol.ops.kernels.decode_parts import (
     product,
     sum_parts,
     tile_of,
+    wait_for_inputs,
 )
-from mol.ops.kernels.overlap import wait_for_inputs
 
 
 @triton.jit

@@ -12,9 +12,8 @@ projection's output.
 import triton
 import triton.language as tl
 
-from mol.ops.kernels.decode_parts import group_of, product, tile_of
+from mol.ops.kernels.decode_parts import group_of, product, tile_of, wait_for_inputs
 from mol.ops.kernels.delta_step import head_step
-from mol.ops.kernels.overlap import wait_for_inputs
 
 
 @triton.jit

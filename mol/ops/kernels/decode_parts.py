@@ -1,8 +1,34 @@
-"""What the kernels of a decode step share: which rows belong to which matrix, tiles,
+"""What the kernels of a decode step share: their launch, which rows belong to which matrix, tiles,
 and rows summed and normed as they are loaded. Shape suffixes as in `mol.ops.kernels.decode`."""
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
+
+
+@functools.cache
+def overlap() -> bool:
+    """Whether kernels use programmatic dependent launch, which GPUs have since Hopper: a kernel
+    starts while the one before it ends, and reads weights meanwhile. Each lets the next one start
+    only once its own predecessor is done, so whatever two launches ago wrote may be read before
+    the wait."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def launch(kernel, grid: tuple[int, ...], *args, **meta) -> None:
+    """One launch of a kernel of this package that takes `PDL`."""
+    if overlap():
+        meta["launch_pdl"] = True
+    kernel[grid](*args, PDL=overlap(), **meta)
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

@@ -45,7 +45,6 @@ from mol.ops.kernels.delta_solve import (
     store_rows,
 )
 from mol.ops.kernels.operator import operator
-from mol.ops.kernels.overlap import enqueue, wait_for_inputs
 from mol.ops.kernels.shares import row_strided
 
 
@@ -54,10 +53,9 @@ def _states(
     k, w, u, decay, cu_seqlens, initial, states, final,
     HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_WIDE: tl.constexpr,
     COLUMNS: tl.constexpr, PRECISION: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    WANTS_FINAL: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    WANTS_FINAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Columns of one segment's and head's state through its chunks; U becomes V' in place."""
-    wait_for_inputs(PDL)
     first = tl.program_id(0) % tl.cdiv(E, COLUMNS) * COLUMNS
     head = tl.program_id(0) // tl.cdiv(E, COLUMNS) % HEADS
     segment = tl.program_id(0) // (tl.cdiv(E, COLUMNS) * HEADS)
@@ -140,14 +138,12 @@ def _launch(
     # rows of more than 128 bytes need the registers of more.
     row_bytes = max(sizes["D_WIDE"], sizes["E_WIDE"]) * k.element_size()
     warps = 2 if row_bytes <= 128 else 4 if row_bytes <= 256 else 8
-    enqueue(
-        solve, (slots * heads,),
+    solve[(slots * heads,)](
         k, v, g, beta, cu_seqlens, decay, t, w, v_new, segments,
         KEEP_T=train, num_warps=warps, **sizes,
     )  # fmt: skip
     grid, launch = chain_launch(sizes, segments, 2 * sizes["D_WIDE"], k.element_size())
-    enqueue(
-        _states, grid,
+    _states[grid](
         k, w, v_new, decay, cu_seqlens,
         final if initial is None else initial.float().contiguous(), states, final,
         HAS_INITIAL=initial is not None, WANTS_FINAL=final_state, **launch,
@@ -155,8 +151,7 @@ def _launch(
     gated = gate_NM is not None
     gate, norm = (row_strided(gate_NM), norm_Ee.contiguous()) if gated else (o, o)
     # With 128 registers four programs fit a multiprocessor; the gate would take a few more.
-    enqueue(
-        outputs, (slots * heads,),
+    outputs[(slots * heads,)](
         q, k, v_new, decay, states, cu_seqlens, o, gate, norm, q.shape[-1] ** -0.5, eps, segments,
         segments // norm.shape[0] if gated else 1,
         GATED=gated, GATE_STRIDE=gate.stride(0), num_warps=4,

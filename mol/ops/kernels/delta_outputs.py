@@ -11,7 +11,6 @@ import triton.language as tl
 
 from mol.ops.kernels.delta_solve import find_chunk, load_rows, load_sums, state_at, store_rows
 from mol.ops.kernels.mix_tiles import silu
-from mol.ops.kernels.overlap import wait_for_inputs
 
 
 @triton.jit
@@ -28,10 +27,9 @@ def outputs(
     q, k, v_new, decay, states, cu_seqlens, o, gate, norm, scale, eps, segments, batch,
     HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_WIDE: tl.constexpr,
     E_WIDE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, GATED: tl.constexpr,
-    GATE_STRIDE: tl.constexpr, PDL: tl.constexpr,
+    GATE_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """O of one chunk of one head; if GATED, its RMSNorm times the norm's weight and SiLU(gate)."""
-    wait_for_inputs(PDL)
     head, slot = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
     row, end, segment = find_chunk(cu_seqlens, slot, segments, SEGMENTS)
     if row >= end:

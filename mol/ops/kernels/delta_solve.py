@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mol.ops.kernels.overlap import wait_for_inputs
-
 CHUNK = 64
 SEARCHED = 1024  # segments looked at together
 PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
@@ -251,13 +249,11 @@ def solve(
     k, v, g, beta, cu_seqlens, decay, t, w, u, segments,
     HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_WIDE: tl.constexpr,
     E_WIDE: tl.constexpr, SEGMENTS: tl.constexpr, PRECISION: tl.constexpr, KEEP_T: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head as 4 x 4 tiles of 16: G, T (if kept), W and U.
 
     Meant for two warps: a tile is two tensor core instructions wide and one high, one warp spills.
     """
-    wait_for_inputs(PDL)
     head = tl.program_id(0) % HEADS
     row, end, _ = find_chunk(cu_seqlens, tl.program_id(0) // HEADS, segments, SEGMENTS)
     if row >= end:

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from mol.ops.kernels.mix_tiles import EPS, TAPS, softplus
-from mol.ops.kernels.overlap import enqueue, wait_for_inputs
 from mol.ops.kernels.shares import row_strided
 
 
@@ -77,10 +76,8 @@ def head_step(
 def _step(
     z, segments, blocks, tail, state, filters, decay_log, dt_bias, norm, y, scale, eps,
     STRIDE: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of one row."""
-    wait_for_inputs(PDL)
     M: tl.constexpr = HEADS * WIDTH
     row, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     segment, block = tl.load(segments + row), tl.load(blocks + row)
@@ -114,8 +111,7 @@ def delta_step(
     assert filters_ECJ.shape[2] == TAPS
     z_NZ, wide = row_strided(z_NZ), triton.next_power_of_2(width)
     y_NM = torch.empty(z_NZ.shape[0], heads * width, dtype=z_NZ.dtype, device=z_NZ.device)
-    enqueue(
-        _step, (z_NZ.shape[0] * heads,),
+    _step[(z_NZ.shape[0] * heads,)](
         z_NZ, segment_N, block_N, tail_SJC, state_SHdd, filters_ECJ.contiguous(),
         decay_log_EH.contiguous(), dt_bias_EH.contiguous(), norm_Ed.contiguous(), y_NM,
         width**-0.5, eps, STRIDE=z_NZ.stride(0), HEADS=heads, WIDTH=width, WIDE=wide,

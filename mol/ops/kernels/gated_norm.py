@@ -13,7 +13,6 @@ from torch import Tensor
 from mol.ops.kernels.add_up import add_up
 from mol.ops.kernels.mix_tiles import shifted
 from mol.ops.kernels.operator import operator
-from mol.ops.kernels.overlap import enqueue, wait_for_inputs
 from mol.ops.kernels.shares import block_share, count_parts, row_strided
 
 ELEMENTS = 2048  # of a tile, 16 a thread
@@ -23,10 +22,8 @@ ELEMENTS = 2048  # of a tile, 16 a thread
 def _gated(
     o, gate, norm, offs, y, parts, eps, STRIDE: tl.constexpr, HEADS: tl.constexpr,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows here are heads of packed rows, in order: ROWS of them a tile."""
-    wait_for_inputs(PDL)
     block = tl.program_id(0) // parts
     first, last = block_share(offs, block, tl.program_id(0) % parts, parts, TILE)
     column = tl.arange(0, WIDE)
@@ -88,8 +85,7 @@ def gated_norm(
     n_blocks = norm_Ed.shape[0]
     sizes = _gated_sizes(o_NHd, ELEMENTS)
     parts = count_parts(o_NHd.shape[0], n_blocks, sizes["TILE"])
-    enqueue(
-        _gated, (n_blocks * parts,),
+    _gated[(n_blocks * parts,)](
         o_NHd.contiguous(), gate_NM, norm_Ed.contiguous(), offs_E, y_NM, parts, eps,
         STRIDE=gate_NM.stride(0), **sizes,
     )  # fmt: skip

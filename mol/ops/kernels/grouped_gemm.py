@@ -18,7 +18,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mol.ops.kernels.operator import operator
-from mol.ops.kernels.overlap import enqueue, wait_for_inputs
 
 
 class Tiles(NamedTuple):
@@ -163,10 +162,9 @@ def _grouped_gemm(
     x, w, offs, order, add, before, y, COUNT: tl.constexpr, PADDED: tl.constexpr,
     SLOTS: tl.constexpr, TRANSPOSED: tl.constexpr, GELU: tl.constexpr, TMA: tl.constexpr,
     RESIDENT: tl.constexpr, K: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Programs beside each other share rows of x, and the next ones their block's matrix."""
-    wait_for_inputs(PDL)
     ACROSS: tl.constexpr = tl.cdiv(M, COLUMNS)
     starts, ends, tiles = _blocks(offs, COUNT, PADDED, ROWS)
     count = tl.sum(tiles, 0) * ACROSS
@@ -238,8 +236,7 @@ def launch(
     programs = (n_rows // rows + n_blocks) * triton.cdiv(width_out, columns)
     if resident:
         programs = min(programs, _programs(x_XK.device))
-    enqueue(
-        _grouped_gemm, (programs,),
+    _grouped_gemm[(programs,)](
         x, w, offs_E, order_N, None if add_NM is None else add_NM.contiguous(), before_NM, y_NM,
         COUNT=n_blocks, PADDED=max(2, triton.next_power_of_2(n_blocks)), SLOTS=slots,
         TRANSPOSED=transposed, GELU=gelu, TMA=tma, RESIDENT=resident, K=width_in, M=width_out,

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from mol.ops.kernels.add_up import add_up
 from mol.ops.kernels.operator import operator
-from mol.ops.kernels.overlap import enqueue, wait_for_inputs
 
 ELEMENTS = 1024  # of a tile, 8 a thread: backward keeps three sums beside three operands
 # What an H200's 132 multiprocessors hold at once up to 1024 columns, by the registers of sm_90 (64
@@ -39,9 +38,8 @@ def _normalized(x, inside, eps, WIDTH: tl.constexpr, CENTER: tl.constexpr):
 def _forward(
     x, a, bias, weight, shift, summed, normed, n_rows, eps, WIDTH: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
-    CENTER: tl.constexpr, PDL: tl.constexpr,
+    CENTER: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(PDL)
     column = tl.arange(0, WIDE)
     inside = column < WIDTH
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -159,8 +157,7 @@ def _add_layer_norm(
     """(x', y); an operator must not return its input, so x' is empty without an addition."""
     summed, normed = _outputs(x, a, dtype)
     programs, sizes = _sizes(x, FORWARD)
-    enqueue(
-        _forward, (programs,),
+    _forward[(programs,)](
         *_contiguous(x, a, bias, weight_D, shift_D), summed, normed, x.numel() // x.shape[-1], eps,
         ADD=a is not None, BIAS=bias is not None, CENTER=shift_D is not None, **sizes,
     )  # fmt: skip

@@ -19,7 +19,6 @@ from mol.ops.kernels.gated_norm import gated_norm
 from mol.ops.kernels.mix_backward import delta_inputs_backward
 from mol.ops.kernels.mix_tiles import EPS, load_filters, shifted, silu, softplus
 from mol.ops.kernels.operator import operator
-from mol.ops.kernels.overlap import enqueue, wait_for_inputs
 from mol.ops.kernels.shares import row_strided
 
 __all__ = ["delta_inputs", "gated_norm"]
@@ -117,10 +116,9 @@ def _inputs(
     qkv, ab, filters, decay_log, dt_bias, cu_seqlens, q, k, v, g, beta, segments, batch,
     QKV_STRIDE: tl.constexpr, AB_STRIDE: tl.constexpr, HEADS: tl.constexpr, ALL: tl.constexpr,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    SEGMENTS: tl.constexpr, PDL: tl.constexpr,
+    SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of a segment: some heads of q, k or v, or the rates of all heads."""
-    wait_for_inputs(PDL)
     groups: tl.constexpr = (HEADS + GROUP - 1) // GROUP
     across = tl.program_id(0) % (3 * groups + 1)
     slot = tl.program_id(0) // (3 * groups + 1)
@@ -186,8 +184,7 @@ def delta_inputs(
     segments, sizes = cu_seqlens.numel() - 1, _tiles(*shape)
     slots = n_rows // sizes["ROWS"] + segments
     across = 3 * triton.cdiv(heads, sizes["GROUP"]) + 1
-    enqueue(
-        _inputs, (slots * across,),
+    _inputs[(slots * across,)](
         qkv_NC, ab_NG, filters_ECJ.contiguous(), decay_log_EH.contiguous(),
         dt_bias_EH.contiguous(), cu_seqlens, q, k, v, g, beta, segments, segments // n_blocks,
         QKV_STRIDE=qkv_NC.stride(0), AB_STRIDE=ab_NG.stride(0),

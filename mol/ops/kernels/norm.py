@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mol.ops.kernels.add_up import add_up
 from mol.ops.kernels.operator import operator
-from mol.ops.kernels.overlap import enqueue, wait_for_inputs
 from mol.ops.kernels.shares import block_share, count_parts
 
 ELEMENTS = 2048  # of a tile, 16 a thread
@@ -23,9 +22,7 @@ ELEMENTS = 2048  # of a tile, 16 a thread
 def _forward(
     h, a, bias, weight, offs, attended, normed, parts, eps, WIDTH: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(PDL)
     block = tl.program_id(0) // parts
     first, last = block_share(offs, block, tl.program_id(0) % parts, parts, ROWS)
     column = tl.arange(0, WIDE)
@@ -136,8 +133,7 @@ def _add_norm(
     attended_NM, normed_NM = _outputs(h_NM, bias_EM)
     n_blocks = weight_EM.shape[0]
     parts, sizes = _sizes(h_NM, n_blocks)
-    enqueue(
-        _forward, (n_blocks * parts,),
+    _forward[(n_blocks * parts,)](
         h_NM.contiguous(), _contiguous(a_NM), _contiguous(bias_EM), weight_EM.contiguous(), offs_E,
         attended_NM, normed_NM, parts, eps, ADD=a_NM is not None, BIAS=bias_EM is not None, **sizes,
     )  # fmt: skip

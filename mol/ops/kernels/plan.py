@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from mol.ops.kernels.operator import operator
-from mol.ops.kernels.overlap import enqueue, wait_for_inputs
 from mol.ops.kernels.route import tile_rows
 
 TILE = 512  # tokens times blocks that a program holds at a time
@@ -35,10 +34,8 @@ def _one_hot(chosen, token, inside, SLOTS: tl.constexpr, PADDED: tl.constexpr):
 def _count(
     chosen, counts, length, tiles, steps,
     BLOCKS: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, PADDED: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of each block among `steps` times TOKENS tokens of one sequence."""
-    wait_for_inputs(PDL)
     mine = tl.program_id(0)
     block = tl.arange(0, PADDED)
     found = block * 0
@@ -54,7 +51,7 @@ def _place(
     chosen, counts, order, inverse, blocks, withins, times, segments, offs, edges,
     length, tiles, steps, runs, of_sequence, of_program, ALONE: tl.constexpr, SINGLE: tl.constexpr,
     BLOCKS: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr, PADDED: tl.constexpr,
-    WIDE: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """The packed rows of `steps` times TOKENS tokens of one sequence.
 
@@ -62,7 +59,6 @@ def _place(
     each program before the sequence's last. ALONE: this program has all the tokens, and there are
     no counts. SINGLE: the tokens are one sequence each, walked as if they were one sequence.
     """
-    wait_for_inputs(PDL)
     mine, programs = tl.program_id(0), tl.num_programs(0)
     sequence = mine // tiles
     block = tl.arange(0, PADDED)
@@ -158,13 +154,9 @@ def plan(
         runs = programs, tiles, 1
         counts_EC = chosen_Xk.new_empty(n_blocks, programs, dtype=torch.int32)
         if programs > 1:
-            enqueue(
-                _count, (programs,),
-                chosen_Xk, counts_EC, length, tiles, steps, **sizes, num_warps=4,
-            )  # fmt: skip
+            _count[(programs,)](chosen_Xk, counts_EC, length, tiles, steps, **sizes, num_warps=4)
     wide = min(triton.next_power_of_2(runs[0]), max(32, 2048 // padded))
-    enqueue(
-        _place, (programs,),
+    _place[(programs,)](
         chosen_Xk, counts_EC, *outputs, length, tiles, steps, *runs,
         ALONE=programs == 1, SINGLE=single, WIDE=wide, **sizes, num_warps=4,
     )  # fmt: skip

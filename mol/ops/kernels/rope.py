@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mol.ops.kernels.add_up import add_up
 from mol.ops.kernels.operator import operator
-from mol.ops.kernels.overlap import enqueue, wait_for_inputs
 from mol.ops.kernels.shares import block_share, count_parts, row_strided
 
 ELEMENTS = 512  # of a tile of half a head, two of them for each of q, k and v
@@ -30,10 +29,8 @@ def _table(table, time, plane, mask, PLANES: tl.constexpr):
 def _forward(
     qkv, bias, cos, sin, time, offs, q, k, v, parts, STRIDE: tl.constexpr, STEP: tl.constexpr,
     HEADS: tl.constexpr, PLANES: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of q, k and v, so that the tables are read once for two rotations."""
-    wait_for_inputs(PDL)
     WIDTH: tl.constexpr = 2 * PLANES
     head = tl.program_id(0) % HEADS
     share = tl.program_id(0) // HEADS
@@ -139,8 +136,7 @@ def bias_rope(
     q, k, v = (qkv_NP.new_empty(shape) for _ in range(3))
     qkv_NP = row_strided(qkv_NP)
     parts = count_parts(n_rows, bias_EP.shape[0], sizes["ROWS"], sizes["HEADS"])
-    enqueue(
-        _forward, (bias_EP.shape[0] * parts * sizes["HEADS"],),
+    _forward[(bias_EP.shape[0] * parts * sizes["HEADS"],)](
         qkv_NP, bias_EP.contiguous(), cos_TR, sin_TR, time_N, offs_E, q, k, v, parts,
         STRIDE=qkv_NP.stride(0), STEP=time_N.stride(0), **sizes,
     )  # fmt: skip

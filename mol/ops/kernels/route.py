@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mol.ops.kernels.add_up import add_up
 from mol.ops.kernels.operator import operator
-from mol.ops.kernels.overlap import enqueue, wait_for_inputs
 
 FEW = 128  # tokens up to which each has a program of its own: one for every multiprocessor
 TALL = 8192  # tokens from which tiles of 64 instead of 16 fill the multiprocessors
@@ -35,14 +34,12 @@ def _route(
     x, router, probability, weights, chosen, counts, tokens,
     WIDTH: tl.constexpr, BLOCKS: tl.constexpr, SLOTS: tl.constexpr, OVER_SELECTED: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PIECES: tl.constexpr, PADDED: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Softmax over the blocks and the SLOTS largest, of ROWS tokens or of a single one; and how
     many of them name each block.
 
     PIECES of CHUNK columns are multiplied side by side, each by warps of its own.
     """
-    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = token < tokens
     block = tl.arange(0, PADDED)
@@ -185,8 +182,7 @@ def route(
     rows = tile_rows(tokens)
     chunk, pieces, warps, stages = _tiles(rows, padded, exact)
     chunk = _chunk(width, chunk)
-    enqueue(
-        _route, (outputs[3].shape[1],),
+    _route[(outputs[3].shape[1],)](
         x_XD.contiguous(), router_ED.contiguous(), *outputs, tokens,
         WIDTH=width, BLOCKS=n_blocks, SLOTS=k, OVER_SELECTED=over_selected, ROWS=rows, CHUNK=chunk,
         PIECES=min(pieces, triton.next_power_of_2(triton.cdiv(width, chunk))), PADDED=padded,
