@@ -20,9 +20,10 @@ from mol.evaluate.adapter import HarnessModel
 from mol.evaluate.items import ItemFile
 from mol.evaluate.scoring import Pair, Score, Scorer
 from mol.evaluate.tasks import StockTasks
-from mol.evaluate.zero_shot import OTHER, score
+from mol.evaluate.zero_shot import score
 from mol.model.config import DenseLayer, ModelConfig
 from mol.model.transformer import LanguageModel
+from mol.store.samples import OTHER
 
 MISS = -1e3  # nats of what the oracle was not told
 TIE = 1e-9  # relative: equal quotients of whole numbers, up to rounding

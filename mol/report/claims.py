@@ -17,6 +17,7 @@ from mol.report.crossover import first_that_stays, lengths_apart, steps_apart
 from mol.report.margins import DIFFERENCES, NO_SPREAD, Effect, Evaluator
 from mol.report.query import joined
 from mol.report.readings import Runs, text_of
+from mol.store.samples import OTHER
 
 # What a single seed's figures say, in a note: the outcome waits for the spread of seeds.
 _BY_TEXT_ALONE = {
@@ -122,6 +123,10 @@ def claim_rows(claims: tuple[Claim, ...], runs: Runs, plan: Paper) -> Iterator[d
             evaluator = Evaluator(runs, scale, corpus_of)
             try:
                 found = outcome(claim, evaluator)
+                if found is None and scale != "paper" and "task" in claim.labels:
+                    claim = _on_other_items(claim)
+                    stand_ins.append("other items of the task than the paper's")
+                    found = outcome(claim, evaluator)
             except UserError as error:
                 yield row | {"outcome": "undecided", "note": str(error)}
                 continue
@@ -168,6 +173,12 @@ def _with_stand_ins(claim: Claim, scale: str, plan: Paper) -> tuple[Claim, list[
 
     changes = {name: tuple(map(replaced, getattr(claim, name))) for name in ("sides", "versus")}
     return claim.model_copy(update=changes), notes
+
+
+def _on_other_items(claim: Claim) -> Claim:
+    """The claim about what the models score on items that are not the paper's."""
+    labels = claim.labels | {"task": f"{claim.labels['task']} {OTHER}"}
+    return claim.model_copy(update={"labels": labels})
 
 
 def _own_text(runs: list[dict[str, Any]]) -> list[str]:

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 from mol.base import UserError
 
 SAMPLES = "samples.parquet"
+OTHER = "(other items)"  # ends the name of a task on items that are not the paper's
 ITEMS = pa.schema(
     [
         ("task", pa.string()), ("subtask", pa.string()), ("doc_id", pa.int64()),

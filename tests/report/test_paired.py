@@ -135,6 +135,22 @@ def test_without_pairs_the_claim_says_so_and_keeps_the_wider_interval(place, cha
     assert high - effect == pytest.approx(1.959964 * 0.1 * math.sqrt(2), rel=1e-5)
 
 
+@pytest.mark.parametrize("scale, expected", [("proxy", "holds"), ("paper", "not run")])
+def test_other_items_can_decide_a_claim_below_the_papers_scale_only(place, scale, expected):
+    place.scale = scale
+    stand_ins = ["fineweb-dense-152m", "fineweb-1p3of15", "fineweb-dense-98m"]
+    models = stand_ins if scale == "proxy" else ["dense-1p3b", "mol-2p08b", "dense-0p7b"]
+    for right, model in zip((10, 40, 80), models, strict=True):
+        scores = [1.0] * right + [0.0] * (100 - right)
+        place.write(model, scores, task="truthfulqa_mc1 (other items)", items="abc")
+    ((outcome, note),) = place.ask(
+        "SELECT outcome, coalesce(note, '') FROM claim_results "
+        f"WHERE claim_id = 'zeroshot-truthfulqa-mc1' AND scale = '{scale}'"
+    )
+    assert outcome == expected
+    assert ("other items of the task than the paper's" in note) == (scale == "proxy")
+
+
 def test_broken_items_are_refused_alone(place):
     one, other = answers(30, 20, 5, 45)
     place.write("mol-2p08b", one).write_bytes(b"no parquet")
