@@ -24,9 +24,10 @@ from mol.ops.tracing import untraced
 # Beyond these, rows of one matrix should share its reads through matrix products. For a stage:
 # rows, and bytes of matrices that its routed rows read, each by itself. From MoL 2.08B on one H200
 # (24 layers, 11 MB a routed block, three of 14 a token): 0.92 ms a token at batch 1 and 5.19 at 8
-# are 8.5 us a layer for each routed row and 13 for the rest. Sharing is estimated, not measured, at
-# 17 launches of 2.5 us and 3.5 us for each of the 1 + 14 (1 - (11 / 14)^B) blocks that B tokens
-# read: at batch 2 64 us either way, at 3 71 instead of 89. So the limit lies between 66 and 99 MB.
+# are 8.5 us a layer for each routed row and 13 for the rest. Sharing takes 2.32 ms at 8, 97 us a
+# layer: at an estimated 3.5 us for each of the 1 + 14 (1 - (11 / 14)^B) blocks that B tokens read,
+# 52 for the rest. So at batch 2 it takes 74 us instead of 64, at 3 80 instead of 89, and the limit
+# lies between 66 and 99 MB.
 MOST_ROWS = 32
 MOST_READ = 80e6
 MOST_TOKENS = 4  # at full width, where the longest product reads its weights once a token

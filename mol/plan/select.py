@@ -80,7 +80,8 @@ def changed(spec: RunSpec, changes: Sequence[str]) -> RunSpec:
         for name in outer:
             inner = inner.get(name) if isinstance(inner, dict) else None
         if "=" not in change or not isinstance(inner, dict) or last not in inner:
-            raise UserError(f"--set {change}: need KEY=VALUE; {meant(key, leaves(raw))}")
+            wrong = "no such key" if "=" in change else "need KEY=VALUE"
+            raise UserError(f"--set {change}: {wrong}; {meant(key, leaves(raw))}")
         try:
             inner[last] = json.loads(text)
         except (ValueError, RecursionError):

@@ -79,6 +79,12 @@ def test_stages(kind, monkeypatch):
     check(config, 3, torch.float32, positions, monkeypatch)
 
 
+@pytest.mark.parametrize("router", ["bias", "every_block"])
+def test_routers_without_a_kernel(router, monkeypatch):
+    config = split(router=router, n_shared=2, weights_over="all")
+    check(config, 2, torch.float16, [ROOM - 2, on_device(ROOM - 1)], monkeypatch)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("attention", ["softmax", "deltanet"])
 def test_in_low_precision(attention, dtype, monkeypatch):

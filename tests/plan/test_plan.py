@@ -189,9 +189,12 @@ def test_plan_command_prints_rows(capsys):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("model.layer.divide_by_kk=false", "divide_by_kk=false: .* 'model.layer.divide_by_k'"),
+        (
+            "model.layer.divide_by_kk=false",
+            "divide_by_kk=false: no such key; .* 'model.layer.divide_by_k'",
+        ),
         ("model.layer.divide_by_k", "divide_by_k: need KEY=VALUE"),
-        ("model.layer.d_thin.x=1", "d_thin.x=1: need KEY=VALUE"),
+        ("model.layer.d_thin.x=1", "d_thin.x=1: no such key"),
         ("model.layer.weights_over=none", "weights_over: Input should be 'selected' or 'all'"),
         ("optim.lr=NaN", "optim.lr: Input should be a finite number"),
     ],

@@ -201,7 +201,7 @@ def _tiles(rows: int, padded: int, exact: bool) -> tuple[int, int, int, int]:
     if rows == 1:
         return 16384 // padded, 1, 8, 3
     if rows == 16 and exact and padded <= 16:  # the fastest of nine on an H200, width 2048
-        return 128, 4, 4, 4
+        return 128, 4, 4, 3
     if rows == 16:  # few programs: each keeps more loads in flight
         return 256 if exact else 64, 1, 4, 5
     return 128 if exact else 64, 1, 4, 3  # tall tiles read the router less often
