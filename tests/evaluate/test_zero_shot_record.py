@@ -226,6 +226,26 @@ def test_scores_of_another_machine_give_the_same_record(results, tmp_path, capsy
     assert not any("mol zeroshot" in bar for bar in bars)
 
 
+def test_where_scores_cannot_be_written_is_told_before_scoring(
+    results, tmp_path, capsys, monkeypatch
+):
+    def no_scoring(*args):
+        raise AssertionError("scored, though the scores cannot be kept")
+
+    monkeypatch.setattr("mol.evaluate.trained.load_scorer", no_scoring)
+    pairs = tmp_path / "pairs.parquet"
+    pairs.write_bytes(b"pairs")
+    place = ["--spec", str(results.path), "--results", str(results.out), "--pairs", str(pairs)]
+    for out, message in (
+        (tmp_path, "is a folder"),
+        (pairs, "is the file of pairs itself"),
+        (pairs / "answers.parquet", "a part of its path is a file"),
+    ):
+        assert main(["zeroshot", "score", *place, "--out", str(out), "--device", "cpu"]) == 2
+        assert message in capsys.readouterr().err
+    assert pairs.read_bytes() == b"pairs"
+
+
 def flips_that_pass(path, column: str, read) -> int:
     """In how many places of `column` a flipped bit changes what `read` gives, unnoticed."""
     whole, wanted = path.read_bytes(), read(path)
