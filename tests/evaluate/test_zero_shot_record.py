@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -244,6 +245,20 @@ def test_where_scores_cannot_be_written_is_told_before_scoring(
         assert main(["zeroshot", "score", *place, "--out", str(out), "--device", "cpu"]) == 2
         assert message in capsys.readouterr().err
     assert pairs.read_bytes() == b"pairs"
+
+
+def test_the_cost_is_of_what_is_fed(results, tmp_path, capsys):
+    """Prompts that lose their left end are no longer when they are counted."""
+    spec = json.loads(results.path.read_text("utf-8")) | {"max_length": 48}
+    results.path.write_text(json.dumps(spec), "utf-8")
+    pairs, answers = tmp_path / "pairs.parquet", tmp_path / "answers.parquet"
+    place = ["--spec", str(results.path), "--results", str(results.out)]
+    assert main(["zeroshot", "pairs", *place, "--out", str(pairs)]) == 0
+    counted = re.search(r"all: .* requests, ([\d,]+) tokens", capsys.readouterr().out)[1]
+    files = ["--pairs", str(pairs), "--out", str(answers), "--device", "cpu"]
+    assert main(["zeroshot", "score", *place, *files]) == 0
+    assert f": {counted} tokens" in capsys.readouterr().out
+    assert Answers(answers).cut
 
 
 def flips_that_pass(path, column: str, read) -> int:
