@@ -12,7 +12,7 @@ from mol.data.tokenizers import load_tokenizer
 from mol.evaluate.adapter import HarnessModel
 from mol.evaluate.items import ItemSets, load_index, load_sets
 from mol.evaluate.pairs import Collector, Head, write_pairs
-from mol.evaluate.scoring import Pair, cost
+from mol.evaluate.scoring import Pair, cost, shortened
 from mol.evaluate.tasks import SETS, check_tasks, load_stock_tasks
 from mol.evaluate.trained import open_run
 from mol.plan.spec import ZeroShotSpec
@@ -82,8 +82,9 @@ def collect(
     )
     pairs = [pair for of_name in of_task.values() for pair in of_name]
     write_pairs(out, pairs, head)
-    lines = [cost_line(name, of_name) for name, of_name in of_task.items()]
-    lines.append(cost_line("all", pairs))
+    fed = {n: [shortened(*p, spec.max_length) for p in of_name] for n, of_name in of_task.items()}
+    lines = [cost_line(name, of_name) for name, of_name in fed.items()]
+    lines.append(cost_line("all", [pair for of_name in fed.values() for pair in of_name]))
     lines += [f"{name}: not run, {reason}" for name, reason in loaded.missing.items()]
     return [*lines, f"{out}: {out.stat().st_size / 1e6:.1f} MB"]
 

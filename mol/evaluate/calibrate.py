@@ -98,7 +98,10 @@ def load_gpt2(source: str) -> tuple[torch.nn.Module, Tokenizer, str]:
         model, info = GPT2LMHeadModel.from_pretrained(
             source, revision=commit or "main", output_loading_info=True
         )
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=commit or "main")
+        # Left open, a folder with code of its own would ask whether to run it, and wait.
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, revision=commit or "main", trust_remote_code=False
+        )
     except Exception as error:  # each release of the client raises other types
         raise UserError(f"{source}: no GPT-2 to load ({_reason(error)})") from None
     absent = sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]}))

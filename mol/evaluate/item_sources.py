@@ -144,7 +144,16 @@ def _from_csv(path: Path) -> pa.Table:
     incorrect ones, mc2 all of them, the correct ones first."""
     rows = []
     with open(regular(path), encoding="utf-8-sig", newline="") as handle:
-        for place, row in enumerate(csv.DictReader(handle, restval="")):
+        table = csv.DictReader(handle, strict=True)  # strict: a quote that no end closes is refused
+        names = table.fieldnames or []
+        if twice := [name for name in names if name and names.count(name) > 1]:
+            raise UserError(f"{path}: two columns {twice[0]!r}; leave one")
+        for place, row in enumerate(table):
+            if None in row or None in row.values():
+                raise UserError(
+                    f"{path}: row {place}: not the {len(names)} fields of the first line; the file "
+                    "is cut off, or a field with a comma needs quotes"
+                )
             try:
                 right, wrong = (
                     [part.strip() for part in row[column].split(";") if part.strip()]
@@ -163,15 +172,19 @@ def _from_csv(path: Path) -> pa.Table:
 
 def _truthfulqa_file(path: Path) -> pa.Table:
     try:
-        if path.suffix == ".parquet":
+        if path.suffix.lower() == ".parquet":
             return read_parquet(path)
-        if path.suffix == ".csv":
+        if path.suffix.lower() == ".csv":
             return _from_csv(path)
         lines = read_text(path).split("\n")  # text may hold other ends of lines, as U+2028
         return pa.Table.from_pylist([json.loads(line) for line in lines if line.strip()])
     except UserError:
         raise
-    except (OSError, ValueError, csv.Error, AttributeError, pa.ArrowException) as error:
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply to be items") from None
+    except (
+        OSError, ValueError, OverflowError, csv.Error, AttributeError, pa.ArrowException
+    ) as error:  # fmt: skip
         reason = " ".join(str(error).split())[:160]
         raise UserError(f"{path}: not readable as parquet, csv or JSON lines ({reason})") from None
 
@@ -206,7 +219,7 @@ def truthfulqa_table(source: str) -> tuple[pa.Table, str]:
         raise UserError(f"{source}: no column {absent[0]!r}, only {', '.join(table.column_names)}")
     try:
         table = table.select(_TRUTHFULQA.names).combine_chunks().cast(_TRUTHFULQA)
-    except (TypeError, pa.ArrowException) as error:
+    except (KeyError, TypeError, pa.ArrowException) as error:  # KeyError: two columns of a name
         raise UserError(
             f"{source}: question must be text, mc1_targets and mc2_targets lists of choices (text) "
             f"and labels (0 or 1) ({reason_of(error)[:160]})"

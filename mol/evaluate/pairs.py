@@ -142,7 +142,14 @@ def _write(path: Path, table: pa.Table, head: Head) -> None:
     buffer = io.BytesIO()
     table = table.replace_schema_metadata({HEAD: head.model_dump_json()})
     # Neighbors share their 5-shot prompt, which a dictionary of values cannot see.
-    pq.write_table(table, buffer, compression="zstd", compression_level=9, use_dictionary=False)
+    pq.write_table(
+        table,
+        buffer,
+        compression="zstd",
+        compression_level=9,
+        use_dictionary=False,
+        write_page_checksum=True,  # a file that travels between machines
+    )
     write_atomic(path, buffer.getvalue())
 
 

@@ -16,6 +16,7 @@ import torch
 from lm_eval.api.task import ConfigurableTask
 from tokenizers import Tokenizer
 
+from mol.base import UserError
 from mol.evaluate.adapter import HarnessModel
 from mol.evaluate.items import ItemFile
 from mol.evaluate.scoring import Pair, Score, Scorer
@@ -209,6 +210,8 @@ def sanity_rows(
 
 def _row(key: tuple[str, str], label: str, value: float, wanted: Expected) -> Row:
     if label.startswith("random"):
+        if not wanted.stderr:
+            raise UserError(f"{key[0]}: its items are too few to have a spread; raise --limit")
         z = (value - wanted.value) / wanted.stderr
         return Row(*key, label, value, wanted.value, z, abs(z) <= 3)
     must = wanted.told if label == "oracle" else wanted.first

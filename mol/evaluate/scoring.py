@@ -100,6 +100,19 @@ def families(pairs: Sequence[Pair], share: bool) -> list[Family]:
     return found
 
 
+def shortened(context: Sequence[int], continuation: Sequence[int], max_length: int) -> Pair:
+    """The pair without what does not fit in `max_length` inputs. Raises UserError when the
+    continuation does not."""
+    assert len(context) and len(continuation), "both hold at least one token"
+    if len(continuation) > max_length:
+        raise UserError(
+            f"a continuation of {len(continuation)} tokens does not fit in "
+            f"max_length = {max_length}; raise max_length"
+        )
+    room = max_length + 1 - len(continuation)
+    return tuple(context[-room:]), tuple(continuation)
+
+
 def cost(pairs: Sequence[Pair]) -> Cost:
     """Counts tokens of `pairs` (cut to length before) as they would be run; padding not counted."""
     shared = sum(family.tokens() for family in families(pairs, share=True))
@@ -137,25 +150,14 @@ class Scorer:
         self.cut = 0  # requests that lost their left end, so far
         self.fed: Counter[str] = Counter()  # tokens run so far: "real", "padded"
 
-    def shorten(self, context: Sequence[int], continuation: Sequence[int]) -> Pair:
-        """The pair without what does not fit. Raises UserError when the continuation does not."""
-        assert len(context) and len(continuation), "both hold at least one token"
-        if len(continuation) > self.max_length:
-            raise UserError(
-                f"a continuation of {len(continuation)} tokens does not fit in "
-                f"max_length = {self.max_length}; raise max_length"
-            )
-        room = self.max_length + 1 - len(continuation)
-        self.cut += len(context) > room
-        return tuple(context[-room:]), tuple(continuation)
-
     @torch.inference_mode()
     def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
         """(log-probability in nats, greedy decoding would give it) of each continuation.
 
         Raises UserError for NaN, which would count as the likeliest option.
         """
-        cut = [self.shorten(*pair) for pair in pairs]
+        cut = [shortened(*pair, self.max_length) for pair in pairs]
+        self.cut += sum(len(a[0]) < len(b[0]) for a, b in zip(cut, pairs, strict=True))
         found = families(cut, self.share)
         nats, greedy = [0.0] * len(pairs), [True] * len(pairs)
         total = sum(family.tokens() for family in found)

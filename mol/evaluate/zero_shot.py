@@ -256,7 +256,7 @@ def execute(
         overlap_note(stock, trained.corpus, trained.meta),
     )
     buffer = io.BytesIO()
-    pq.write_table(scores.samples, buffer, compression="zstd")
+    pq.write_table(scores.samples, buffer, compression="zstd", write_page_checksum=True)
     write_atomic(out / SAMPLES, buffer.getvalue())
     pinned |= {
         f"items_{name}_{split}_sha256": file.items_sha256

@@ -8,7 +8,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mol.base import UserError, alone
+from mol.base import UserError, alone, scratch
 from mol.plan.select import RESULTS, add_run_arguments, run_folder, selected_spec
 
 ITEMS = RESULTS / "data" / "zero_shot"
@@ -221,9 +221,20 @@ def _versions(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_out(out: Path, pairs: Path) -> None:
+    """Raises UserError, before hours of scoring, where `out` could not be written after them."""
+    if out.is_dir():
+        raise UserError(f"{out}: is a folder; name a file")
+    if out.exists() and pairs.exists() and out.samefile(pairs):
+        raise UserError(f"--out {out}: is the file of pairs itself; give another name")
+    with scratch(out):
+        pass
+
+
 def _score(args: argparse.Namespace) -> int:
     spec = selected_spec(args, "zeroshot")
     _threads(args)
+    _check_out(args.out, args.pairs)
     from mol.evaluate.pairs import AnswerHead, score_file, write_answers
     from mol.evaluate.trained import load_scorer, open_run, pins
     from mol.train.environment import hardware, pick_device, provenance

@@ -15,7 +15,7 @@ from transformers.utils.generic import can_return_tuple
 
 from mol.export.cache import MoLCache, room_for
 from mol.export.configuration_mol import MoLConfig
-from mol.export.padding import real_columns, turned
+from mol.export.padding import foreseen, real_columns, turned
 from mol.model.transformer import LanguageModel
 
 if "cache" not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
@@ -88,7 +88,8 @@ class MoLForCausalLM(PreTrainedModel, GenerationMixin):
         self, input_ids, attention_mask=None, cache=None, is_first_iteration=False, **kwargs
     ):
         if is_first_iteration and attention_mask is not None and not attention_mask[:, -1].all():
-            raise ValueError("generation continues the last column, so pad on the left")
+            raise ValueError("attention_mask: generation continues the last column, so pad on the "
+                             "left and give each row a token")  # fmt: skip
         if cache is not None and not is_first_iteration:
             attention_mask = None  # every generated column is a token
         return super().prepare_inputs_for_generation(
@@ -116,10 +117,10 @@ class MoLForCausalLM(PreTrainedModel, GenerationMixin):
         to logits [B, T, V], or those of `logits_to_keep`.
 
         `labels` [B, T] gives the mean cross-entropy of each column's label from the columns before
-        it, in nats; -100 is left out. With a `cache` that holds tokens the new ones continue
-        it, without gradients. `use_cache` makes a cache; left out, the configuration decides where
-        no gradients are recorded. Hidden states: the embeddings, each layer's output, and the
-        final norm in place of the last.
+        it, in nats; -100 is left out, and what only padding stands before. With a `cache` that
+        holds tokens the new ones continue it, without gradients. `use_cache` makes a cache; left
+        out, the configuration decides where no gradients are recorded. Hidden states: the
+        embeddings, each layer's output, and the final norm in place of the last.
 
         Raises ValueError for what the model cannot do, naming the argument.
         """
@@ -139,6 +140,7 @@ class MoLForCausalLM(PreTrainedModel, GenerationMixin):
             logits = self.model.logits(slice_logits_to_keep(hidden_BTD, logits_to_keep))
         loss = None
         if labels is not None:
+            labels = foreseen(labels, attention_mask)
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         hidden_states = None if states is None else tuple(states)
         return CausalLMOutputWithPast(

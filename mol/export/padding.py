@@ -35,3 +35,12 @@ def real_columns(mask_BT: Tensor | None, ids_BT: Tensor) -> tuple[Tensor, Tensor
     if not (real_BT == ((column_T >= first_B[:, None]) & (column_T < last_B[:, None]))).all():
         raise ValueError("attention_mask: zeros between tokens; pad at the ends of a row only")
     return first_B, length_B
+
+
+def foreseen(labels_BT: Tensor, mask_BT: Tensor | None) -> Tensor:
+    """Labels with -100 where padding stands before: what a column of padding holds is no token's,
+    and may have seen the text. `mask_BT` may begin with columns that a cache holds."""
+    if mask_BT is None:
+        return labels_BT
+    before_BT = mask_BT[:, -labels_BT.shape[1] :].to(labels_BT.device)[:, :-1].bool()
+    return torch.cat([labels_BT[:, :1], labels_BT[:, 1:].masked_fill(~before_BT, -100)], 1)

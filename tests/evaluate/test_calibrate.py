@@ -190,6 +190,22 @@ def test_a_folder_without_a_gpt2_is_refused(files, tmp_path, capsys):
     assert "no GPT-2 to load" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_folder_with_code_of_its_own_is_refused_without_a_question(
+    gpt2, files, tmp_path, capsys, monkeypatch
+):
+    questions = []
+    monkeypatch.setattr("builtins.input", lambda *asked: questions.append(asked) or "n")
+    folder = tmp_path / "own"
+    folder.mkdir()
+    shutil.copy(gpt2[0] / "model.safetensors", folder)
+    config = json.loads((gpt2[0] / "config.json").read_text("utf-8"))
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    assert run(folder, files, tmp_path) == 2
+    assert "no GPT-2 to load" in capsys.readouterr().err.splitlines()[-1]
+    assert not questions
+
+
 def test_a_gpt2_without_its_tokenizer_is_refused(gpt2, files, tmp_path, capsys):
     """transformers makes an empty one, which reads no text at all."""
     folder = tmp_path / "gpt2"

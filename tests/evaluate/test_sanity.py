@@ -7,10 +7,11 @@ import statistics
 import pytest
 from written_items import write_items, written_tables
 
+from mol.base import UserError
 from mol.data.tokenizers import train_bpe
 from mol.data.wheel import wheel_folder
 from mol.evaluate import item_sources, items, tasks
-from mol.evaluate.sanity import Asked, bootstrap_stderr, expected, sanity_rows
+from mol.evaluate.sanity import Asked, Expected, _row, bootstrap_stderr, expected, sanity_rows
 
 WHEEL = wheel_folder() / item_sources.EVAL_WHEEL.file
 ALL = tuple(tasks.SETS)
@@ -92,6 +93,12 @@ def test_an_answer_listed_as_right_and_as_wrong_bounds_the_oracle():
     assert expected("truthfulqa_mc2", "acc", [twice], 100).told == pytest.approx(2 / 3)
     assert expected("truthfulqa_mc1", "acc", [item([2, 2], [2, 2], 0)], 100).told == 1
     assert expected("piqa", "acc", [item([2, 2], [2, 2], 1)], 100).told == 0
+
+
+def test_items_without_a_spread_are_too_few():
+    flat = Expected(0.5, 0.5, 0.0, 0, 2, 1.0)
+    with pytest.raises(UserError, match="piqa: .* raise --limit"):
+        _row(("piqa", "acc"), "random weights", 0.5, flat)
 
 
 def test_bootstrap_agrees_with_the_closed_form():

@@ -391,9 +391,31 @@ def test_a_wrong_csv_is_refused_in_one_line(tmp_path):
     path.write_text(CSV.replace("Best Answer", "Answer"), "utf-8")
     with pytest.raises(UserError, match="mine.csv: row 0: no column 'Best Answer'"):
         item_sources.truthfulqa_table(str(path))
-    path.write_text(CSV + 'A,"And is it, in truth?",Yes\n', "utf-8")
-    with pytest.raises(UserError, match="mine.csv: row 1: mc1_targets needs"):
+    for row in (
+        'A,"And is it, in truth?",Yes\n',  # cut off between fields
+        "A,And is it, in truth?,Yes,No,Yes,No\n",  # all further fields would be the next column's
+    ):
+        path.write_text(CSV + row, "utf-8")
+        with pytest.raises(UserError, match="mine.csv: row 1: not the 6 fields"):
+            item_sources.truthfulqa_table(str(path))
+    path.write_text(CSV + 'A,Is it?,Yes,No,Yes,"No; Nev', "utf-8")  # cut off within a field
+    with pytest.raises(UserError, match="mine.csv: .*unexpected end of data"):
         item_sources.truthfulqa_table(str(path))
+    path.write_text(CSV.replace("Best Incorrect Answer", "Correct Answers"), "utf-8")
+    with pytest.raises(UserError, match="mine.csv: two columns 'Correct Answers'"):
+        item_sources.truthfulqa_table(str(path))
+
+
+def test_two_columns_of_one_name_in_parquet_are_refused(tmp_path):
+    table = pa.Table.from_pylist([truthful()])
+    pq.write_table(table.append_column("question", pa.array(["other"])), tmp_path / "mine.parquet")
+    with pytest.raises(UserError, match="mine.parquet: .*exists 2 times"):
+        item_sources.truthfulqa_table(str(tmp_path / "mine.parquet"))
+
+
+def test_a_suffix_in_capitals_says_the_same(tmp_path):
+    (tmp_path / "MINE.CSV").write_text(CSV, "utf-8")
+    assert item_sources.truthfulqa_table(str(tmp_path / "MINE.CSV"))[0].num_rows == 1
 
 
 @pytest.mark.parametrize(
@@ -401,6 +423,8 @@ def test_a_wrong_csv_is_refused_in_one_line(tmp_path):
     [
         ("", "holds no items"),
         ("not json\n", "not readable"),
+        (json.dumps(truthful(labels=(1, 10**30))) + "\n", "not readable.*too large"),
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
         (json.dumps({"question": "?"}) + "\n", "no column 'mc1_targets'"),
         (json.dumps(truthful(labels=(0, 1))) + "\n", "row 0: only the first label"),
         (json.dumps(truthful(labels=(1,))) + "\n", "row 0: mc1_targets needs equally many"),

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -15,15 +16,18 @@ import pytest
 import torch
 from written_items import NOUNS, write_items, written_tables
 
+from mol.base import UserError
 from mol.cli import main
 from mol.data.config import DataSpec, FileSource, PackedLayout
 from mol.data.packing import prepare as prepare_corpus
 from mol.evaluate import item_sources, items, zero_shot
+from mol.evaluate.pairs import Answers
 from mol.model.config import DenseLayer, ModelConfig
 from mol.model.transformer import LanguageModel
 from mol.plan.select import run_folder
 from mol.plan.spec import EvalSpec, OptimSpec, TrainSpec, ZeroShotSpec
 from mol.store.record import Record, load_record, save_record
+from mol.store.samples import read_samples
 from mol.train.checkpoint import save_weights
 from mol.train.environment import hardware, provenance
 
@@ -221,6 +225,72 @@ def test_scores_of_another_machine_give_the_same_record(results, tmp_path, capsy
     *bars, error = capsys.readouterr().err.splitlines()
     assert "lacks a request of these tasks and items" in error
     assert not any("mol zeroshot" in bar for bar in bars)
+
+
+def test_where_scores_cannot_be_written_is_told_before_scoring(
+    results, tmp_path, capsys, monkeypatch
+):
+    def no_scoring(*args):
+        raise AssertionError("scored, though the scores cannot be kept")
+
+    monkeypatch.setattr("mol.evaluate.trained.load_scorer", no_scoring)
+    pairs = tmp_path / "pairs.parquet"
+    pairs.write_bytes(b"pairs")
+    place = ["--spec", str(results.path), "--results", str(results.out), "--pairs", str(pairs)]
+    for out, message in (
+        (tmp_path, "is a folder"),
+        (pairs, "is the file of pairs itself"),
+        (pairs / "answers.parquet", "a part of its path is a file"),
+    ):
+        assert main(["zeroshot", "score", *place, "--out", str(out), "--device", "cpu"]) == 2
+        assert message in capsys.readouterr().err
+    assert pairs.read_bytes() == b"pairs"
+
+
+def test_the_cost_is_of_what_is_fed(results, tmp_path, capsys):
+    """Prompts that lose their left end are no longer when they are counted."""
+    spec = json.loads(results.path.read_text("utf-8")) | {"max_length": 48}
+    results.path.write_text(json.dumps(spec), "utf-8")
+    pairs, answers = tmp_path / "pairs.parquet", tmp_path / "answers.parquet"
+    place = ["--spec", str(results.path), "--results", str(results.out)]
+    assert main(["zeroshot", "pairs", *place, "--out", str(pairs)]) == 0
+    counted = re.search(r"all: .* requests, ([\d,]+) tokens", capsys.readouterr().out)[1]
+    files = ["--pairs", str(pairs), "--out", str(answers), "--device", "cpu"]
+    assert main(["zeroshot", "score", *place, *files]) == 0
+    assert f": {counted} tokens" in capsys.readouterr().out
+    assert Answers(answers).cut
+
+
+def flips_that_pass(path, column: str, read) -> int:
+    """In how many places of `column` a flipped bit changes what `read` gives, unnoticed."""
+    whole, wanted = path.read_bytes(), read(path)
+    group = pq.read_metadata(path).row_group(0)
+    (chunk,) = (
+        group.column(i)
+        for i in range(group.num_columns)
+        if group.column(i).path_in_schema.split(".")[0] == column
+    )
+    first, passed = chunk.dictionary_page_offset or chunk.data_page_offset, 0
+    for place in range(first, first + chunk.total_compressed_size, 3):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            passed += read(path) != wanted
+        except UserError:
+            continue
+    path.write_bytes(whole)
+    return passed
+
+
+def test_a_flipped_bit_in_scores_is_noticed(results, tmp_path):
+    pairs, answers = tmp_path / "pairs.parquet", tmp_path / "answers.parquet"
+    place = ["--spec", str(results.path), "--results", str(results.out)]
+    assert main(["zeroshot", "pairs", *place, "--out", str(pairs)]) == 0
+    files = ["--pairs", str(pairs), "--out", str(answers), "--device", "cpu"]
+    assert main(["zeroshot", "score", *place, *files]) == 0
+    assert flips_that_pass(answers, "nats", lambda path: Answers(path)._known) == 0
+    assert main(["zeroshot", "run", *place, "--answers", str(answers)]) == 0
+    samples = run_folder(results.out, results.spec) / zero_shot.SAMPLES
+    assert flips_that_pass(samples, "acc", lambda path: read_samples(path).to_pylist()) == 0
 
 
 def test_truthfulqa_without_items_is_not_run_and_says_why(results, tmp_path):

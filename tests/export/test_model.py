@@ -174,6 +174,21 @@ def test_loss_is_the_shifted_cross_entropy_and_reaches_every_weight(model, promp
     assert not silent
 
 
+def test_loss_is_that_of_the_rows_alone_on_whichever_side_they_are_padded(hybrid, prompt, mask):
+    """The first token of a row has no column before it, be that padding or none."""
+    rows = [row[own.bool()][None] for row, own in zip(prompt, mask, strict=True)]
+    with torch.no_grad():
+        wanted = sum(hybrid(row, labels=row).loss * (row.shape[1] - 1) for row in rows)
+        wanted /= sum(row.shape[1] - 1 for row in rows)
+    right = torch.nn.utils.rnn.pad_sequence([row[0] for row in rows], True)
+    for ids, own in ((prompt, mask), (right, mask.flip(1))):
+        labels = ids.masked_fill(own == 0, -100)
+        for recorded, cached in ((True, False), (False, False), (False, True)):
+            with torch.set_grad_enabled(recorded):
+                loss = hybrid(ids, attention_mask=own, labels=labels, use_cache=cached).loss
+            torch.testing.assert_close(loss.detach(), wanted, **CLOSE)
+
+
 def test_hidden_states_and_logits_to_keep(hybrid, prompt):
     with torch.no_grad():
         output = hybrid(prompt, output_hidden_states=True)
@@ -202,7 +217,8 @@ def test_what_the_model_cannot_do_is_refused(hybrid, prompt, mask):
         "zeros between": lambda: hybrid(prompt, attention_mask=holes),
         "no token": lambda: hybrid(prompt, attention_mask=empty),
         "shape": lambda: hybrid(prompt, attention_mask=torch.ones(3, 1, 9, 9)),
-        "pad on the left": lambda: greedy(hybrid, prompt, attention_mask=mask.flip(1)),
+        "on the left": lambda: greedy(hybrid, prompt, attention_mask=mask.flip(1)),
+        "give each row a token": lambda: greedy(hybrid, prompt, attention_mask=mask * mask[:, :1]),
         "DynamicCache": lambda: hybrid(prompt, cache=DynamicCache()),
         "3 rows": lambda: hybrid(prompt[:2], cache=cache),
         "no padding is possible": lambda: hybrid(
