@@ -201,14 +201,25 @@ def whole(target: Path) -> Iterator[Path]:
     writer that fails or is killed leaves `target` as it was. UserError where the disk refuses, or
     where `target` is a folder."""
     target = Path(target)
-    if target.is_dir() and not target.is_symlink():
-        raise UserError(f"{target}: is a folder; name a file")
+    _check_no_folder(target)
     with _beside(target, tempfile.mkstemp) as part:
         yield part
         with open(part, "rb+") as stream:
             os.fsync(stream.fileno())
         os.chmod(part, 0o644)
         os.replace(part, target)
+
+
+def check_writable(target: Path) -> None:
+    """Raises UserError where `whole` would: for a caller with much to do before it writes."""
+    _check_no_folder(target)
+    with scratch(target):
+        pass
+
+
+def _check_no_folder(target: Path) -> None:
+    if target.is_dir() and not target.is_symlink():
+        raise UserError(f"{target}: is a folder; name a file")
 
 
 def scratch(target: Path) -> contextlib.AbstractContextManager[Path]:

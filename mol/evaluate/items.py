@@ -169,9 +169,9 @@ def item_file(key: Key, table: pa.Table, source: str) -> ItemFile:
 
 
 def write_table(path: Path, table: pa.Table) -> None:
-    """Write one (set, split) as parquet, whole or not at all."""
+    """Write items or their scores as parquet, whole or not at all, with checksums of the pages."""
     buffer = io.BytesIO()
-    pq.write_table(table, buffer, compression="zstd")
+    pq.write_table(table, buffer, compression="zstd", write_page_checksum=True)
     write_atomic(path, buffer.getvalue())
 
 

@@ -1,19 +1,17 @@
 """Zero-shot scores of a trained run: stock lm-eval tasks on prepared items (Tables 6 and 14)."""
 
 import importlib.metadata
-import io
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 
-from mol.base import UserError, read_json, write_atomic
+from mol.base import UserError, read_json
 from mol.data.meta import CorpusMeta
 from mol.data.overlap import overlap
 from mol.evaluate.adapter import HarnessModel
@@ -24,6 +22,7 @@ from mol.evaluate.items import (
     is_the_papers,
     load_index,
     load_sets,
+    write_table,
 )
 from mol.evaluate.pairs import Answers
 from mol.evaluate.tasks import SETS, StockTasks, check_tasks, definition_hash, load_stock_tasks
@@ -255,9 +254,7 @@ def execute(
         calibration_note(results),
         overlap_note(stock, trained.corpus, trained.meta),
     )
-    buffer = io.BytesIO()
-    pq.write_table(scores.samples, buffer, compression="zstd", write_page_checksum=True)
-    write_atomic(out / SAMPLES, buffer.getvalue())
+    write_table(out / SAMPLES, scores.samples)
     pinned |= {
         f"items_{name}_{split}_sha256": file.items_sha256
         for name, files in loaded.files.items()

@@ -8,7 +8,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mol.base import UserError, alone, scratch
+from mol.base import UserError, alone, check_writable
 from mol.plan.select import RESULTS, add_run_arguments, run_folder, selected_spec
 
 ITEMS = RESULTS / "data" / "zero_shot"
@@ -223,12 +223,9 @@ def _versions(args: argparse.Namespace) -> int:
 
 def _check_out(out: Path, pairs: Path) -> None:
     """Raises UserError, before hours of scoring, where `out` could not be written after them."""
-    if out.is_dir():
-        raise UserError(f"{out}: is a folder; name a file")
     if out.exists() and pairs.exists() and out.samefile(pairs):
         raise UserError(f"--out {out}: is the file of pairs itself; give another name")
-    with scratch(out):
-        pass
+    check_writable(out)
 
 
 def _score(args: argparse.Namespace) -> int:
